@@ -52,7 +52,7 @@ SHARES = re.compile(r"(\d+|-)%? of labelled classes, (\d+)% of other classes cor
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_cameras_swap_models_and_learn_classes_that_their_users_never_label(tmp_path: Path) -> None:
+def test_cameras_swap_models_and_learn_classes_users_never_label(tmp_path: Path) -> None:
     with served(tmp_path, settings_of("classstats.toml")) as address, ExitStack() as stack:
         cameras = [
             stack.enter_context(
@@ -146,7 +146,7 @@ def test_a_hot_sensor_waits_until_it_is_cool(tmp_path: Path, proxy: dict[str, An
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_each_model_gains_from_class_statistics_and_the_table_has_losses_too(tmp_path: Path) -> None:
+def test_class_statistics_help_each_model_and_table_shows_losses(tmp_path: Path) -> None:
     with example("two_models.py", tmp_path / "log", "--rounds", "1", "--out", tmp_path / "out") as program:
         assert program.ended(PATIENCE_SECONDS) == 0, program.said
     rows = re.findall(r"^(\w+) +(digits_\w+) .* ([+-][\d.]+) / ([+-][\d.]+) ", program.said, flags=re.M)

@@ -113,7 +113,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_gateway_enrols_learns_new_files_and_continues_after_sigterm(site: Site) -> None:
+def test_gateway_enrols_learns_files_and_continues_after_sigterm(site: Site) -> None:
     images = np.random.default_rng(0).random((200, 1, 8, 8), np.float32)
     gateway = site.start()
     site.wait_for(gateway, "data has no samples;")
@@ -145,7 +145,7 @@ def test_a_gateway_enrols_learns_new_files_and_continues_after_sigterm(site: Sit
 # --- the unit file
 
 
-def test_the_unit_is_hardened_and_its_command_is_one_that_the_gateway_accepts() -> None:
+def test_unit_is_hardened_and_gateway_accepts_its_command() -> None:
     unit = configparser.RawConfigParser(strict=False)
     unit.optionxform = str  # type: ignore[assignment, method-assign]
     unit.read_string(UNIT.read_text())

@@ -39,7 +39,7 @@ def written(formatter: logging.Formatter, message: str, *args: Any, **given: Any
     return stream.getvalue()
 
 
-def test_a_line_has_time_level_process_message_and_what_it_is_about() -> None:
+def test_line_has_time_level_process_message_and_subject() -> None:
     extra = about(run="digits", round=3, device="camera-7", ask=12, code="bad-shape", event="refused")
     line = written(TextLines("front"), "a %s", "refusal", extra=extra)
     matched = LINE.fullmatch(line.rstrip("\n"))

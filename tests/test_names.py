@@ -51,7 +51,7 @@ PLACES: list[Callable[[str, Path], None]] = [_run, _starting_run, _device, _pers
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", [name for name in BAD if name])
-def test_a_name_that_is_no_file_name_everywhere_or_an_option_is_refused(
+def test_name_unusable_as_file_name_or_like_an_option_is_refused(
     name: str, place: Callable[[str, Path], None], tmp_path: Path
 ) -> None:
     assert not is_name(name)

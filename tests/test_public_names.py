@@ -51,12 +51,12 @@ def test_the_folders_of_the_sdk_have_public_names() -> None:
     assert {f"fleetdistill{folder}" for folder in folders} <= set(PUBLIC)
 
 
-def test_the_folders_of_the_server_for_code_of_others_have_public_names() -> None:
+def test_server_folders_for_code_of_others_have_public_names() -> None:
     folders = {"", ".methods", ".testing"}
     assert {"fleetdistill_lab", *(f"fleetdistill_server{folder}" for folder in folders)} <= set(PUBLIC)
 
 
-def test_importing_the_server_loads_neither_torch_nor_pydantic_until_a_name_is_used() -> None:
+def test_importing_server_loads_no_torch_or_pydantic_before_use() -> None:
     code = """
 import sys, fleetdistill_server, fleetdistill_lab.simulation
 print(*sorted({"torch", "pydantic"} & sys.modules.keys()))

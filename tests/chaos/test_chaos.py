@@ -31,7 +31,7 @@ def test_a_run_loses_nothing_and_counts_nothing_twice(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.postgres
 @pytest.mark.s3
-def test_three_fronts_lose_nothing_when_each_is_killed_and_postgres_crashes(
+def test_three_killed_fronts_and_crashing_postgres_lose_nothing(
     postgres: Postgres, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name, value in object_store.environment.items():
@@ -45,7 +45,7 @@ def test_three_fronts_lose_nothing_when_each_is_killed_and_postgres_crashes(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_full_disks_cuts_stops_and_clocks_between_kills_lose_nothing(tmp_path: Path) -> None:
+def test_full_disks_cuts_stops_clocks_and_kills_lose_nothing(tmp_path: Path) -> None:
     """One of each between the kills of seed 7; the disk is filled where root runs the test."""
     troubles = (
         Blow(5, 0.0, Action.CUT, FRONT, 1.5),

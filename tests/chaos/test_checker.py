@@ -40,7 +40,7 @@ def test_an_upload_that_is_acknowledged_and_used_once_is_well() -> None:
     assert result == Findings(acknowledged=1)
 
 
-def test_an_upload_that_is_acknowledged_and_reported_with_a_reason_is_well() -> None:
+def test_acknowledged_upload_reported_with_reason_is_accepted() -> None:
     result = check_one([sent(), receipt()], [row(status="reported", reason="round short")], [])
     assert result == Findings(acknowledged=1)
 
@@ -50,18 +50,18 @@ def test_the_same_receipt_for_a_later_attempt_is_well() -> None:
     assert check_one(records, [row()]) == Findings(acknowledged=1)
 
 
-def test_an_answer_in_the_store_whose_receipt_no_device_has_seen_is_well() -> None:
+def test_stored_answer_with_receipt_unseen_by_device_is_accepted() -> None:
     assert check_one([sent()], [row()]) == Findings()
 
 
-def test_a_second_receipt_after_the_first_payload_was_lost_and_reported_is_well() -> None:
+def test_second_receipt_after_reported_payload_loss_is_accepted() -> None:
     first = row("r1", ONE, "reported", reason="the payload was lost on the server", quarantined_at=1.0)
     second = row("r2", OTHER, samples=2, received_at=2.0)
     records = [sent(), receipt(), sent(OTHER, 2), receipt("r2", OTHER, 2)]
     assert check_one(records, [first, second], [("d0", 1, 1, OTHER)]) == Findings(acknowledged=2)
 
 
-def test_the_same_answer_again_after_its_payload_was_lost_is_well() -> None:
+def test_same_answer_again_after_payload_loss_is_accepted() -> None:
     lost = row("r1", ONE, "reported", reason="the payload was lost on the server", quarantined_at=1.0)
     again = row("r2", ONE, received_at=2.0)
     for rows in ([lost, again], [again, lost]):
@@ -69,7 +69,7 @@ def test_the_same_answer_again_after_its_payload_was_lost_is_well() -> None:
     assert check_one([sent(), receipt()], [lost]).doubled  # reported, and yet used
 
 
-def test_a_method_without_a_list_of_its_own_is_checked_by_the_store_alone() -> None:
+def test_method_without_own_list_is_checked_by_store_alone() -> None:
     assert check_one([sent(), receipt()], [row()], None) == Findings(acknowledged=1)
     assert check_one([sent(), receipt()], [], None).lost
 
@@ -115,7 +115,7 @@ def test_an_answer_that_nobody_sent_is_found() -> None:
     assert check_one([sent()], [], USED).wrong
 
 
-def test_an_answer_made_from_a_state_without_receipt_or_from_an_old_one_is_found() -> None:
+def test_answer_from_state_that_is_old_or_lacks_receipt_is_found() -> None:
     records = [sent(), receipt(), Record(SENT, 2, 1, 1, OTHER), Record(RECEIPT, 2, 1, 1, OTHER, "r2")]
     used = [*USED, ("d0", 2, 1, OTHER)]
     for place in (1, 3):
@@ -134,7 +134,7 @@ def test_an_answer_asked_for_again_after_a_later_step_is_well() -> None:
     assert (result.lost, result.doubled, result.wrong) == ({}, {}, [])
 
 
-def test_a_damaged_answer_without_a_receipt_does_not_advance_its_device() -> None:
+def test_damaged_answer_without_receipt_does_not_advance_device() -> None:
     """Seeds 471 and 503 of length 10: the device was away when the engine found its answer damaged."""
     records = [sent(), replace(sent(OTHER), round=2), replace(receipt("r2", OTHER), round=2)]
     lost = row(status="reported", reason="lost", quarantined_at=1.0)
@@ -145,7 +145,7 @@ def test_a_damaged_answer_without_a_receipt_does_not_advance_its_device() -> Non
     assert with_receipt.wrong == ["d0 made its answers from states that do not follow each other: [1, 1]"]
 
 
-def test_the_log_of_a_device_that_was_killed_within_a_line_is_read(tmp_path: Path) -> None:
+def test_log_of_device_killed_within_a_line_is_read(tmp_path: Path) -> None:
     path = tmp_path / "d0.jsonl"
     Log(path).add(sent())
     with path.open("ab") as file:
@@ -195,7 +195,7 @@ def test_an_upload_that_counts_again_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_whole_server_loses_and_doubles_nothing_under_the_same_blows(tmp_path: Path) -> None:
+def test_whole_server_under_faults_loses_and_doubles_nothing(tmp_path: Path) -> None:
     result = run_scenario(struck(1, FRONT, ENGINE), tmp_path / "1", "")
     assert is_good(result), result
     acknowledged, kills = result["acknowledged"], result["kills"]

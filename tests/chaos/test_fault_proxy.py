@@ -93,7 +93,7 @@ async def test_without_a_fault_everything_comes_through_both_ways() -> None:
 
 
 @running
-async def test_a_dropped_connection_never_reaches_the_server_and_the_next_one_does() -> None:
+async def test_dropped_connection_misses_server_and_next_one_arrives() -> None:
     async with proxied(Fault(Kind.DROP)) as (proxy, server):
         reader, writer = await connect(proxy)
         with contextlib.suppress(ConnectionError):
@@ -145,7 +145,7 @@ async def test_a_flip_that_wants_bulk_leaves_small_pieces_alone() -> None:
 
 
 @running
-async def test_a_truncated_connection_ends_as_if_the_other_side_had_closed() -> None:
+async def test_truncated_connection_ends_as_if_other_side_closed() -> None:
     async with proxied(Fault(Kind.TRUNCATE, at=100)) as (proxy, server):
         with contextlib.suppress(ConnectionError):  # what was still on its way to the proxy is refused
             await exchange(proxy)
@@ -176,7 +176,7 @@ async def test_a_throttled_connection_brings_its_bytes_in_small_drops() -> None:
 
 
 @running
-async def test_a_half_open_connection_stays_and_carries_nothing_until_it_is_reset() -> None:
+async def test_half_open_connection_carries_nothing_until_reset() -> None:
     async with proxied(Fault(Kind.HALF_OPEN, at=100, seconds=0.5)) as (proxy, server):
         reader, writer = await connect(proxy)
         writer.write(DATA)
@@ -188,7 +188,7 @@ async def test_a_half_open_connection_stays_and_carries_nothing_until_it_is_rese
 
 
 @running
-async def test_calm_resets_what_is_open_and_lets_the_next_connections_be() -> None:
+async def test_calm_resets_open_connections_and_spares_next_ones() -> None:
     async with proxied(Fault(Kind.DELAY, at=0, seconds=1000)) as (proxy, _):
         reader, writer = await connect(proxy)
         writer.write(DATA)

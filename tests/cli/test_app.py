@@ -241,7 +241,7 @@ def test_export_of_a_run_without_a_round_says_so(tmp_path: Path) -> None:
     assert "not completed a round" in sentence("export", "young", "--store", tmp_path, "--out", tmp_path / "young.onnx")
 
 
-def test_export_of_a_run_whose_payloads_are_pruned_says_what_to_do(work: Path, tmp_path: Path) -> None:
+def test_export_of_run_with_pruned_payloads_says_what_to_do(work: Path, tmp_path: Path) -> None:
     shutil.copytree(work / "store", tmp_path / "store")
     assert call("runs", "prune", RUN, "--keep-rounds", "0", "--yes", "--store", tmp_path / "store").exit_code == 0
     said = sentence("export", RUN, "--store", tmp_path / "store", "--out", tmp_path / "x.onnx")

@@ -264,7 +264,7 @@ def files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_store_of_an_earlier_version_is_checked_and_not_migrated(old: RunConfig, tmp_path: Path) -> None:
+def test_store_of_earlier_version_is_checked_not_migrated(old: RunConfig, tmp_path: Path) -> None:
     path, one = tmp_path / "run.toml", tmp_path / "server.toml"
     path.write_text(as_toml(old))
     one.write_text(f'[server]\nlisten = "127.0.0.1:0"\nstore = "{old.server.store}"\nkeep_free_bytes = 0\n')
@@ -278,7 +278,7 @@ def test_the_store_of_an_earlier_version_is_checked_and_not_migrated(old: RunCon
     assert files(tmp_path) == before
 
 
-def test_a_refused_run_leaves_the_store_of_an_earlier_version_as_it_is(old: RunConfig, tmp_path: Path) -> None:
+def test_refused_run_leaves_store_of_earlier_version_unchanged(old: RunConfig, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(as_toml(old.model_copy(update={"contract": old.contract.model_copy(update={"classes": 4})})))
     before = files(tmp_path)
@@ -288,7 +288,7 @@ def test_a_refused_run_leaves_the_store_of_an_earlier_version_as_it_is(old: RunC
     assert files(tmp_path) == before
 
 
-def test_doctor_does_not_migrate_the_store_of_a_running_earlier_version(old: RunConfig, tmp_path: Path) -> None:
+def test_doctor_does_not_migrate_store_of_running_older_version(old: RunConfig, tmp_path: Path) -> None:
     path, directory = tmp_path / "run.toml", Path(old.server.store)
     path.write_text(as_toml(old))
     tables = schema(directory)

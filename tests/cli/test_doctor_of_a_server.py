@@ -109,7 +109,7 @@ def test_a_run_that_stopped_after_a_failure_is_named(store: Store, tmp_path: Pat
     assert warning.startswith("processes: run 'digits' stopped after a failure at 20")
 
 
-def test_a_server_that_holds_the_lock_and_does_not_listen_is_named(store: Store, tmp_path: Path) -> None:
+def test_server_holding_lock_without_listening_is_named(store: Store, tmp_path: Path) -> None:
     path = write_config(tmp_path)
     with serve_lock.take(tmp_path / "store", "digits"):
         (error,) = said(path)
@@ -117,7 +117,7 @@ def test_a_server_that_holds_the_lock_and_does_not_listen_is_named(store: Store,
     assert error.startswith("ports: the server does not listen on")
 
 
-def test_a_server_that_listens_elsewhere_is_not_taken_for_one_on_this_port(store: Store, tmp_path: Path) -> None:
+def test_server_listening_elsewhere_is_not_taken_for_this_port(store: Store, tmp_path: Path) -> None:
     """Another server's port accepts connections too."""
     with socket.create_server(("127.0.0.1", 0)) as another, socket.create_server(("127.0.0.1", 0)) as own:
         wanted, served = (f"127.0.0.1:{item.getsockname()[1]}" for item in (another, own))
@@ -129,7 +129,7 @@ def test_a_server_that_listens_elsewhere_is_not_taken_for_one_on_this_port(store
             assert f"ports: the server listens on {served}" in said(path, "ok")
 
 
-def test_an_expired_certificate_is_named_with_the_command_that_renews_it(tmp_path: Path) -> None:
+def test_expired_certificate_is_named_with_renewal_command(tmp_path: Path) -> None:
     authority = make_pki(tmp_path / "pki")
     authority.issue_server([], 1e-5)  # 0.9 s
     path = write_config(tmp_path, pki=str(tmp_path / "pki"), enrol_listen=f"127.0.0.1:{free_port()}")
@@ -139,7 +139,7 @@ def test_an_expired_certificate_is_named_with_the_command_that_renews_it(tmp_pat
     assert "fleetdistill pki renew-server" in error
 
 
-def test_a_clock_before_a_certificates_validity_or_the_newest_row_is_named(store: Store, tmp_path: Path) -> None:
+def test_clock_before_certificate_start_or_newest_row_is_named(store: Store, tmp_path: Path) -> None:
     make_pki(tmp_path / "pki")
     path = write_config(tmp_path, pki=str(tmp_path / "pki"), enrol_listen=f"127.0.0.1:{free_port()}")
     errors = said(path, clock=lambda: time.time() - 7200)
@@ -287,7 +287,7 @@ def test_a_database_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     assert [error.split(":")[0] for error in errors] == ["store"]
 
 
-def test_the_command_says_what_is_wrong_with_the_settings_and_exits_with_1(tmp_path: Path) -> None:
+def test_command_names_wrong_settings_and_exits_with_1(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     path.write_text(path.read_text().replace("[server]", "[server]\nlistne = 1"))
     done = CliRunner().invoke(app, ["doctor", str(path), "--json"])

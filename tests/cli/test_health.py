@@ -106,7 +106,7 @@ def test_people_but_no_devices_are_told_of_engines(secured: SecuredFront) -> Non
 
 
 @pytest.mark.slow
-def test_a_front_with_tls_replies_on_its_enrolment_port_without_an_identity(secured: SecuredFront) -> None:
+def test_enrolment_port_with_tls_replies_without_identity(secured: SecuredFront) -> None:
     server = f"localhost:{secured.enrol_port}"
     assert health(server, "--ca", secured.pki / "ca.pem") == (0, f"{server} replies")
 

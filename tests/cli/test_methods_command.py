@@ -203,7 +203,7 @@ def test_fix_10_bytes_of_one_exchange(samples: int, up: int) -> None:
     assert predicted("classstats", sizes, "float32") == (up, 7174)
 
 
-def test_one_exchange_is_counted_whole_and_not_spread_over_rounds() -> None:
+def test_single_exchange_is_counted_whole_not_spread_over_rounds() -> None:
     row = method_row("classstats", Sizes(), "float16", rounds=30)
     assert (row["exchanges"], row["exchanges_formula"]) == (2, "2 in all")
     assert (row["bytes_up"], row["bytes_down"]) == predicted("classstats", Sizes(), "float16")
@@ -216,7 +216,7 @@ counts = st.integers(1, 10_000)
 
 
 @given(samples=counts, features=counts, classes=st.integers(2, 100), model=counts, more=counts)
-def test_bytes_never_fall_with_a_size_and_half_precision_never_costs_more(
+def test_bytes_never_fall_with_size_nor_rise_at_half_precision(
     samples: int, features: int, classes: int, model: int, more: int
 ) -> None:
     small = Sizes(samples=samples, features=features, classes=classes, model=Weights(model))

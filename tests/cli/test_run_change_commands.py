@@ -89,7 +89,7 @@ def test_a_file_that_cannot_become_a_run_is_named(folder: Path, content: str, sa
     assert (done.exit_code, done.stderr.startswith(f"error: {says}")) == (1, True), done.output
 
 
-def test_a_clone_with_other_settings_of_an_existing_run_is_refused(folder: Path) -> None:
+def test_clone_of_existing_run_with_other_settings_is_refused(folder: Path) -> None:
     runs("create", "run.toml")
     assert runs("clone", "digits", "copy").stdout == runs("clone", "digits", "copy").stdout == "run 'copy' is created\n"
     done = CliRunner().invoke(app, ["runs", "clone", "digits", "copy", "--set", "run.rounds=1", "--start"])

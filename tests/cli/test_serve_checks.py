@@ -52,7 +52,7 @@ def test_waiting_for_the_end_of_a_run_that_has_none_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_plain_text_outside_the_loopback_is_warned_of_at_every_start(tmp_path: Path) -> None:
+def test_every_start_warns_of_plain_text_outside_loopback(tmp_path: Path) -> None:
     path = write_run(tmp_path, "0.0.0.0:0")
     for _ in range(2):
         with subprocess.Popen(

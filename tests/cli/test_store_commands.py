@@ -215,7 +215,7 @@ def test_a_lossy_backup_warns_and_fails(directory: Path, tmp_path: Path) -> None
         (("runs", "list", "--server", "127.0.0.1:1", "--identity", "none"), "the identity in none cannot be read: No"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_a_sentence_without_numbers(
+def test_unusable_file_gives_sentence_without_error_number(
     directory: Path, arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

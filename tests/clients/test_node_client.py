@@ -53,7 +53,7 @@ def digits(part: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.long
-def test_its_payloads_messages_and_checksums_are_those_of_the_vectors(node: dict[str, str]) -> None:
+def test_payloads_messages_and_checksums_match_vectors(node: dict[str, str]) -> None:
     done = subprocess.run(["node", CLIENT / "check_vectors.js"], env=node, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -143,7 +143,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
     assert refusal(values) == sentence
 
 
-def test_an_unknown_setting_of_the_method_is_refused_with_the_known_ones() -> None:
+def test_unknown_method_setting_is_refused_naming_known_ones() -> None:
     sentence = refusal(with_setting("method", "learning_rat", 0.1))
     assert sentence.startswith(
         "[method] learning_rat: unknown setting; did you mean 'learning_rate'? Known are local_epochs, "

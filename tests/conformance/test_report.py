@@ -52,7 +52,7 @@ def test_the_run_to_serve_is_valid_and_printed(capsys: pytest.CaptureFixture[str
     assert run_config(tomllib.loads(capsys.readouterr().out)).run.method == "fedavg"
 
 
-def test_a_server_that_cannot_be_reached_is_an_error_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_server_is_an_error_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"127.0.0.1:{free_port()}"]) == 2
     assert "cannot be reached" in capsys.readouterr().err
 

@@ -117,7 +117,7 @@ def tokens_from_the_page(page: Any, address: str, count: int) -> list[str]:
 
 
 @pytest.mark.long
-def test_an_operator_enrols_devices_sees_them_work_and_revokes_one(service: Service, page: Any) -> None:
+def test_operator_enrols_devices_sees_them_work_and_revokes_one(service: Service, page: Any) -> None:
     with opened(service, service.operator) as address:
         tokens = tokens_from_the_page(page, address, 2)
         assert len({read_token(token).secret for token in tokens}) == 2
@@ -205,7 +205,7 @@ def revoked(service: Service, device: str) -> bool:
         store.close()
 
 
-def test_a_viewer_sees_no_actions_and_the_server_would_refuse_them(service: Service, page: Any) -> None:
+def test_viewer_sees_no_actions_and_server_would_refuse_them(service: Service, page: Any) -> None:
     with opened(service, service.viewer) as address:
         page.goto(f"{address}/runs/{RUN}")
         page.get_by_role("tab", name="Add a device").click()

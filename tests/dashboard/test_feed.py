@@ -54,7 +54,7 @@ def test_many_pages_share_one_reader(feed: Feed) -> None:
     assert made == ["reader"]
 
 
-def test_while_the_source_fails_the_last_figures_stay_with_the_reason(feed: Feed) -> None:
+def test_last_figures_and_reason_stay_while_source_fails(feed: Feed) -> None:
     fails = threading.Event()
 
     def read(source: object) -> str:
@@ -79,7 +79,7 @@ class Remote(LocalStore):
     is_remote = True
 
 
-def test_a_reply_that_cannot_be_shown_is_an_error_and_reading_goes_on(store: Store, tmp_path: Path) -> None:
+def test_reply_that_cannot_be_shown_is_error_and_reading_goes_on(store: Store, tmp_path: Path) -> None:
     feed = Feed(Remote(tmp_path / "store"), every_seconds=0.01)
     feed.start()
     empty: dict[str, str] = {}

@@ -83,13 +83,13 @@ def test_the_states_of_an_ask_follow_each_other_without_gaps() -> None:
     }
 
 
-def test_an_open_ask_lasts_until_now_and_a_late_one_until_its_deadline() -> None:
+def test_open_ask_lasts_until_now_and_late_one_until_deadline() -> None:
     assert phases(ask("a", asked_at=10, download_at=12, downloaded_at=13), now=30)["training"] == (13, 30)
     late = ask("a", "late", asked_at=10, download_at=12, deadline_at=20)
     assert phases(late, now=30) == {"asked": (10, 12), "downloading": (12, 20)}
 
 
-def test_an_acknowledged_ask_whose_states_are_not_known_is_one_bar() -> None:
+def test_acknowledged_ask_with_unknown_states_is_one_bar() -> None:
     one = ask("a", "acknowledged", asked_at=10, acknowledged_at=21)
     assert phases(one, now=30) == {"acknowledged": (10, 21)}
 
@@ -107,7 +107,7 @@ def test_a_method_that_asks_twice_shows_the_newest_ask() -> None:
     ]
 
 
-def test_the_timeline_of_a_large_fleet_has_the_devices_that_are_furthest_behind() -> None:
+def test_timeline_of_large_fleet_has_devices_furthest_behind() -> None:
     done = [ask(f"done-{number:04}", "acknowledged", acknowledged_at=float(number)) for number in range(1000)]
     shown = furthest_behind([*done, ask("slow", "uploading")])
     assert len(shown) == MAX_DEVICES
@@ -200,7 +200,7 @@ def test_bubbles_are_classes_with_samples() -> None:
     ]
 
 
-def test_the_picture_of_a_large_fleet_says_how_many_devices_it_shows() -> None:
+def test_picture_of_large_fleet_says_how_many_devices_it_shows() -> None:
     rows = [{"device": str(number), "split": "train", "counts": {}} for number in range(1000)]
     shown = spread(rows, 60)
     assert (len(shown), shown[0], shown[-1]["device"]) == (60, rows[0], "983")
@@ -216,7 +216,7 @@ def test_a_device_is_told_the_address_that_it_can_reach(server: str, listen: str
     assert address(server, listen) == found
 
 
-def test_the_lines_for_an_app_are_python_that_names_server_run_and_columns() -> None:
+def test_lines_for_app_are_python_naming_server_run_and_columns() -> None:
     needs = {"contract": {"classes": ["a", "b"], "input_shape": [1, 8, 8], "columns": ["features", "labels"]}}
     lines = embedding("h:1", 'odd"name', {"tls": True}, needs)
     compile(lines, "app.py", "exec")

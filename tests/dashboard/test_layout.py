@@ -160,7 +160,7 @@ def test_a_table_of_many_rows_scrolls(tmp_path: Path, page: Any) -> None:
         assert page.locator(".fd-table").bounding_box()["height"] == high
 
 
-def test_the_tab_is_in_the_address_so_that_a_link_and_the_back_button_work(url: str, page: Any) -> None:
+def test_tab_is_in_address_so_links_and_back_button_work(url: str, page: Any) -> None:
     page.goto(f"{url}/runs/digits?tab=events")
     page.get_by_role("tabpanel", name="Events").wait_for()
     open_tab(page, "Add a device")
@@ -221,7 +221,7 @@ def test_what_cannot_be_undone_does_not_look_like_start(url: str, page: Any) -> 
     picture(page, "delete-dialog")
 
 
-def test_a_quorum_is_a_fraction_and_an_event_of_the_run_has_no_round(url: str, page: Any) -> None:
+def test_quorum_is_a_fraction_and_run_event_has_no_round(url: str, page: Any) -> None:
     page.goto(f"{url}/runs/digits?tab=settings")
     page.get_by_role("cell", name="2/3", exact=True).wait_for()
     page.goto(f"{url}/runs/digits?tab=events")

@@ -103,7 +103,7 @@ def test_a_wrong_token_opens_no_session(address: str) -> None:
     ],
     ids=["nothing", "odd characters", "half a part", "too long", "64 MiB"],
 )
-def test_a_form_that_is_no_token_is_refused_and_leaves_no_trace_in_the_log(
+def test_form_without_token_is_refused_without_traceback_in_log(
     work: Path, address: str, kind: str, body: bytes, status: int
 ) -> None:
     try:
@@ -140,7 +140,7 @@ def test_the_token_opens_a_session_and_is_gone_from_the_address(address: str) ->
         assert opened.get(answer.headers["location"]).status_code == 200
 
 
-def test_the_printed_address_signs_in_and_a_token_from_a_file_is_not_printed(work: Path, address: str) -> None:
+def test_printed_address_signs_in_and_token_file_is_not_printed(work: Path, address: str) -> None:
     assert TOKEN not in (work / "dashboard.log").read_text()
     other = work / "other"
     other.mkdir()
@@ -199,7 +199,7 @@ def receive_all(socket: ClientConnection) -> None:
         socket.recv(timeout=PATIENCE_SECONDS)
 
 
-def test_signing_out_ends_the_session_its_copied_cookie_and_its_websockets(address: str) -> None:
+def test_sign_out_ends_session_copied_cookie_and_websockets(address: str) -> None:
     with client(address) as opened, client(address) as other:
         for item in (opened, other):
             item.post("/login", data={"token": TOKEN})
@@ -218,7 +218,7 @@ def test_signing_out_ends_the_session_its_copied_cookie_and_its_websockets(addre
 
 
 @pytest.mark.long
-def test_a_browser_that_signs_out_goes_to_the_sign_in_page_in_all_its_windows(address: str, page: Any) -> None:
+def test_sign_out_moves_all_browser_windows_to_sign_in_page(address: str, page: Any) -> None:
     page.goto(address)
     page.get_by_text(RUN).wait_for()
     second = page.context.new_page()
@@ -243,7 +243,7 @@ def test_the_health_check_needs_no_session_and_reveals_nothing(address: str, wor
 
 
 @pytest.mark.long
-def test_the_health_check_and_the_pages_say_that_the_server_is_not_well(address: str, work: Path, page: Any) -> None:
+def test_health_check_and_pages_say_server_is_not_well(address: str, work: Path, page: Any) -> None:
     page.goto(address)
     page.get_by_text(RUN).wait_for()
     assert page.get_by_role("alert").count() == 0
@@ -317,9 +317,7 @@ FRAME = """url => new Promise(done => {
 })"""
 
 
-def test_a_page_of_another_origin_in_the_same_browser_can_neither_read_nor_act(
-    browser: Any, address: str, other_origin: str
-) -> None:
+def test_page_of_other_origin_in_browser_cannot_read_or_act(browser: Any, address: str, other_origin: str) -> None:
     context = browser.new_context()
     page = context.new_page()
     page.set_default_timeout(120_000)

@@ -24,7 +24,7 @@ OPTIONS = (
 )
 
 
-def test_each_round_has_the_accuracy_of_devices_that_trained_alone_for_as_many() -> None:
+def test_rounds_have_accuracy_of_devices_trained_alone_as_long() -> None:
     rounds = [
         {"round": number, "status": status} for number, status in enumerate(["closed", "short: late", "closed"], 1)
     ]

@@ -41,9 +41,7 @@ def test_a_directory_without_a_store_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.cold_start
 @pytest.mark.slow
-def test_pages_come_from_the_dashboard_alone_and_nothing_is_left_behind(
-    store: Path, page: Any, watched: Watched
-) -> None:
+def test_pages_use_only_the_dashboard_and_leave_nothing_behind(store: Path, page: Any, watched: Watched) -> None:
     before = sorted(store.parent.iterdir())
     with dashboard(store.parent, "--store", str(store)) as address:
         for path in ("/", "/runs/digits", "/runs/digits/devices/d0", "/compare?runs=digits"):

@@ -96,7 +96,7 @@ def test_a_store_without_runs_says_how_to_begin(shown: tuple[Path, str], empty: 
     picture(page, "no-runs")
 
 
-def test_a_run_that_is_deleted_while_it_is_shown_is_said_to_be_gone(store: Path, url: str, page: Any) -> None:
+def test_run_deleted_while_shown_is_said_to_be_gone(store: Path, url: str, page: Any) -> None:
     page.goto(f"{url}/runs/digits")
     page.get_by_text("0 of 3 rounds").wait_for()
     opened = Store.open(store)

@@ -116,7 +116,7 @@ def test_systemd_makes_the_units_user() -> None:
     assert "\nUser=fleetdistill\n" in unit
 
 
-def test_stopping_a_server_leaves_its_processes_the_time_that_they_are_given() -> None:
+def test_stopping_server_gives_processes_their_full_time() -> None:
     unit = (DEPLOY / "systemd/fleetdistill-server.service").read_text()
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["server"]["stop_grace_period"]
     (pod,) = (manifest["spec"]["template"]["spec"] for manifest in manifests() if manifest["kind"] == "StatefulSet")
@@ -130,7 +130,7 @@ def test_a_configuration_is_read(config: Path) -> None:
     assert server.pki, "it listens on every address"
 
 
-def test_the_devices_of_compose_take_part_in_the_run_that_it_creates() -> None:
+def test_compose_devices_take_part_in_the_run_compose_creates() -> None:
     run = load_run_config(DEPLOY / "demo.toml").run
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     devices = [service["entrypoint"] for service in services.values() if "--state-dir" in service.get("entrypoint", [])]

@@ -175,7 +175,7 @@ def test_a_server_that_is_killed_while_it_upgrades_loses_nothing(machine: Machin
     assert set(receipts(machine.store).values()) == {"used"}
 
 
-def test_a_kill_before_any_statement_leaves_the_old_store_or_the_new_one(tmp_path: Path) -> None:
+def test_kill_before_any_statement_leaves_old_or_new_store(tmp_path: Path) -> None:
     old, directory, number, seen = tmp_path / "old", tmp_path / "killed", 0, set()
     make_store(old)
     tables, content = schema(old), rows(old)

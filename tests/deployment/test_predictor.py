@@ -109,7 +109,7 @@ def test_a_process_without_torch_and_grpc_predicts(tmp_path: Path) -> None:
     assert not {"torch", "grpc", "google", "onnx", "fleetdistill.device"} & set(modules)
 
 
-def test_it_predicts_with_each_variant_of_a_device_without_pytorch(tmp_path: Path) -> None:
+def test_predicts_with_each_device_variant_without_pytorch(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"run": {"method": "classstats"}, "contract": {"classes": 10, "input_shape": [1, 8, 8]}}
     images = np.random.default_rng(0).random((60, 1, 8, 8), dtype=np.float32)
     worker = light_worker((images, np.arange(60) % 10))
@@ -130,9 +130,7 @@ def test_it_predicts_with_each_variant_of_a_device_without_pytorch(tmp_path: Pat
 # --- swaps
 
 
-def test_while_threads_predict_every_result_is_that_of_exactly_one_file(
-    tmp_path: Path, files: dict[int, bytes]
-) -> None:
+def test_results_of_predicting_threads_each_match_one_file(tmp_path: Path, files: dict[int, bytes]) -> None:
     path, over = tmp_path / "model.onnx", threading.Event()
     put(files[1], path)
     predictor = Predictor(tmp_path)

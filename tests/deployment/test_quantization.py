@@ -184,7 +184,7 @@ def test_the_file_has_the_opset_of_the_target(tmp_path: Path, opset: int) -> Non
     np.testing.assert_allclose(Predictor(tmp_path).predict(INPUTS), device.predict(INPUTS), atol=1e-4)
 
 
-def test_an_export_that_fails_counts_its_version_and_leaves_no_partial_file(
+def test_failed_export_counts_version_and_leaves_no_partial_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delivered(tmp_path)

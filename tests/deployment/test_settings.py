@@ -66,7 +66,7 @@ ARRAYS = (np.zeros((4, 1, 8, 8), np.float32), np.arange(4))
         ),
     ],
 )
-def test_settings_without_effect_are_refused_before_anything_is_stored(
+def test_settings_without_effect_are_refused_before_storing(
     tmp_path: Path, settings: dict[str, Any], device: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=sentence):

@@ -58,7 +58,7 @@ def kinds(events: Events) -> list[tuple[str, int]]:
 # --- roll-back on request
 
 
-def test_a_roll_back_returns_model_predictions_and_file_to_the_previous_version(tmp_path: Path) -> None:
+def test_roll_back_restores_previous_model_predictions_and_file(tmp_path: Path) -> None:
     device, events = device_of(tmp_path, range(11, 14), deployment=THREE)
     with device:
         assert device.version == 0
@@ -81,9 +81,7 @@ def test_a_roll_back_returns_model_predictions_and_file_to_the_previous_version(
 
 @pytest.mark.parametrize("keep", [2, 4])
 @pytest.mark.parametrize("kind", ["delivered", "exported"])
-def test_a_roll_back_from_an_event_of_a_delivery_returns_to_the_version_before_it(
-    tmp_path: Path, kind: str, keep: int
-) -> None:
+def test_roll_back_from_delivery_event_returns_to_version_before(tmp_path: Path, kind: str, keep: int) -> None:
     """The delivered version is not recorded yet when the app hears of it."""
     undisturbed, _ = device_of(tmp_path / "a", range(1, 4))
     with undisturbed:
@@ -102,7 +100,7 @@ def test_a_roll_back_from_an_event_of_a_delivery_returns_to_the_version_before_i
         assert_uses(device, 2, expected[1])
 
 
-def test_version_and_predictions_change_before_the_event_delivered(tmp_path: Path) -> None:
+def test_version_and_predictions_change_before_event_delivered(tmp_path: Path) -> None:
     result = []
 
     def on_event(event: Event) -> None:
@@ -118,7 +116,7 @@ def test_version_and_predictions_change_before_the_event_delivered(tmp_path: Pat
         np.testing.assert_array_equal(predicted, logits[version - 1])
 
 
-def test_after_a_roll_back_training_goes_on_and_the_next_delivery_has_a_new_number(tmp_path: Path) -> None:
+def test_after_roll_back_training_goes_on_with_a_new_number(tmp_path: Path) -> None:
     results = []
     for name, back in (("a", False), ("b", True)):
         device, events = device_of(tmp_path / name, range(1, 4))
@@ -135,7 +133,7 @@ def test_after_a_roll_back_training_goes_on_and_the_next_delivery_has_a_new_numb
 
 
 @pytest.mark.parametrize("restarting", [False, True])
-def test_a_roll_back_holds_until_roll_forward_while_deliveries_are_stored(tmp_path: Path, restarting: bool) -> None:
+def test_roll_back_holds_until_roll_forward_despite_deliveries(tmp_path: Path, restarting: bool) -> None:
     undisturbed, _ = device_of(tmp_path / "a", range(1, 6))
     with undisturbed:
         expected = play(undisturbed, 5)
@@ -164,7 +162,7 @@ def test_a_roll_back_holds_until_roll_forward_while_deliveries_are_stored(tmp_pa
         assert_uses(device, 1, expected[0])
 
 
-def test_roll_forward_without_a_later_delivery_lets_the_next_one_replace_the_model(tmp_path: Path) -> None:
+def test_roll_forward_without_later_delivery_lets_next_replace(tmp_path: Path) -> None:
     device, events = device_of(tmp_path, range(1, 4))
     with device:
         assert device.roll_forward() == 0
@@ -200,7 +198,7 @@ def test_a_request_survives_a_restart(tmp_path: Path) -> None:
     assert kinds(events) == [("rolled-back", 1)]
 
 
-def test_without_an_exported_file_the_model_is_rolled_back_anyway(tmp_path: Path) -> None:
+def test_model_is_rolled_back_even_without_exported_file(tmp_path: Path) -> None:
     device, _ = device_of(tmp_path, range(1, 3), export="never")
     with device:
         logits = play(device, 2)
@@ -254,7 +252,7 @@ def test_a_damaged_version_is_refused_and_the_model_in_use_stays(tmp_path: Path)
 
 
 @pytest.mark.parametrize("damaged", [b'{"number": ', b"", "number", None], ids=["cut", "empty", "digit", "missing"])
-def test_a_damaged_record_is_restored_and_no_number_is_given_twice(tmp_path: Path, damaged: bytes | str | None) -> None:
+def test_damaged_record_is_restored_and_numbers_stay_unique(tmp_path: Path, damaged: bytes | str | None) -> None:
     device, _ = device_of(tmp_path, range(1, 4), deployment=Deployment(keep_versions=1))
     with device:
         play(device, 3)
@@ -272,7 +270,7 @@ def test_a_damaged_record_is_restored_and_no_number_is_given_twice(tmp_path: Pat
     assert events.texts("damaged") == ([] if damaged is None else texts)
 
 
-def test_a_record_without_an_undamaged_copy_is_put_aside_and_numbers_start_again(tmp_path: Path) -> None:
+def test_unrecoverable_record_is_put_aside_and_numbers_restart(tmp_path: Path) -> None:
     device, _ = device_of(tmp_path, range(1, 4), deployment=THREE)
     with device:
         play(device, 3)
@@ -389,7 +387,7 @@ def test_a_device_killed_in_a_roll_back_completes_it(
         "device.roll-back.after-record",
     ],
 )
-def test_a_device_killed_while_a_version_is_pinned_loses_no_delivery(
+def test_kill_while_version_is_pinned_loses_no_delivery(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     undisturbed, _ = device_of(tmp_path / "a", range(1, 4))
@@ -452,7 +450,7 @@ def test_a_device_killed_in_a_delivery_has_each_version_once(
 
 
 @pytest.mark.parametrize("failing", [1, 2])
-def test_a_disk_that_is_full_when_a_version_is_recorded_ends_no_run(
+def test_full_disk_when_version_is_recorded_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     left = [failing]
@@ -491,7 +489,7 @@ def test_a_disk_that_is_full_when_a_version_is_recorded_ends_no_run(
     in_use=st.floats(0, 1),
     drop=st.floats(0, 1),
 )
-def test_a_model_replaces_the_apps_unless_its_accuracy_falls_by_more_than_the_limit(
+def test_model_replaces_apps_unless_accuracy_falls_beyond_limit(
     accuracies: dict[str, float], in_use: float, drop: float
 ) -> None:
     best, replacement = judge(accuracies, in_use, drop)
@@ -510,9 +508,7 @@ INPUTS = np.random.default_rng(5).normal(size=(4000, 4)).astype(np.float32)
 
 
 @pytest.mark.parametrize(("limit", "version"), [(0.0, 1), (0.5, 1), (1.0, 3)])
-def test_a_model_that_falls_behind_an_earlier_one_on_new_validation_data_is_rolled_back(
-    tmp_path: Path, limit: float, version: int
-) -> None:
+def test_model_worse_than_earlier_on_new_data_is_rolled_back(tmp_path: Path, limit: float, version: int) -> None:
     """The second version is delivered; then the app has data on which only the first one is right."""
     anything = (INPUTS[:60], np.arange(60) % CLASSES)
     device, _ = device_of(
@@ -564,7 +560,7 @@ def test_with_a_limit_a_slightly_worse_model_is_delivered(tmp_path: Path) -> Non
 # --- workers of an app
 
 
-def test_a_worker_without_the_protocol_accepts_only_keep_versions(tmp_path: Path) -> None:
+def test_worker_without_protocol_accepts_only_keep_versions(tmp_path: Path) -> None:
     changes = {"model": None, "data": None, "worker": SmallWorker, "export": "never"}
     device, _ = device_of(tmp_path, range(1), **changes, deployment=Deployment(max_accuracy_drop=0.1))
     with device, pytest.raises(ConfigurationError, match="the worker SmallWorker supports only keep_versions"):

@@ -72,7 +72,7 @@ def test_an_end_without_blake3_gets_sha256(
     assert upload.sha256 == header.sha256
 
 
-def test_an_answer_under_its_blake3_goes_to_an_older_server_under_its_sha256(fleet: Fleet, tmp_path: Path) -> None:
+def test_blake3_answer_goes_to_older_server_under_sha256(fleet: Fleet, tmp_path: Path) -> None:
     with make_device(fleet, tmp_path, link=FaultyLink(MemoryLink(fleet.api), lost("upload"))) as device:
         fleet.ask("d")
         with pytest.raises(LinkError):
@@ -89,7 +89,7 @@ def test_an_answer_under_its_blake3_goes_to_an_older_server_under_its_sha256(fle
     assert "answered" in events.kinds()
 
 
-def test_an_answer_that_can_no_longer_be_verified_is_computed_again(
+def test_answer_that_cannot_be_verified_is_computed_again(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The package was removed while an answer waited."""

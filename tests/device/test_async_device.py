@@ -31,7 +31,7 @@ async def until(event: threading.Event) -> None:
     assert await asyncio.to_thread(event.wait, PATIENCE_SECONDS)
 
 
-def test_devices_run_beside_each_other_and_call_the_app_on_its_loop(tmp_path: Path) -> None:
+def test_devices_run_side_by_side_and_call_app_on_its_loop(tmp_path: Path) -> None:
     links = [LyingLink(ask(), ask(round=2)) for _ in range(2)]
     kinds: list[str] = []
     threads: set[threading.Thread] = set()
@@ -185,7 +185,7 @@ def test_whatever_a_model_raises_while_it_trains_run_returns(
 @every_exception
 @pytest.mark.parametrize("argument", ["model", "data"])
 @pytest.mark.parametrize("member", ["run", "predict", "model", "preview", "call"])
-def test_whatever_a_function_of_the_app_raises_every_await_returns(
+def test_every_await_returns_whatever_an_app_function_raises(
     tmp_path: Path, error: type[BaseException], argument: str, member: str
 ) -> None:
     def fail(*given: Any) -> None:
@@ -219,7 +219,7 @@ def test_a_device_whose_event_loop_is_closed_ends_its_run(tmp_path: Path) -> Non
     assert not running.done()
 
 
-def test_other_members_do_not_block_the_loop_and_work_while_it_runs(tmp_path: Path) -> None:
+def test_other_members_work_during_run_without_blocking_loop(tmp_path: Path) -> None:
     async def app() -> None:
         link = WaitingLink(ask())
         async with async_device(link, tmp_path, on_event=lambda event: None) as device:

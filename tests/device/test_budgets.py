@@ -92,7 +92,7 @@ AMOUNTS = st.lists(st.tuples(st.sampled_from(["bytes", "compute_seconds"]), st.f
 
 @settings(max_examples=50, deadline=None)
 @given(amounts=AMOUNTS)
-def test_a_process_that_is_killed_has_counted_at_least_what_it_used(amounts: list[tuple[str, float, bool]]) -> None:
+def test_killed_process_has_counted_at_least_what_it_used(amounts: list[tuple[str, float, bool]]) -> None:
     limits, used, kills = {"bytes": 1000, "compute_seconds": 100.0}, {"bytes": 0.0, "compute_seconds": 0.0}, 0
     with TemporaryDirectory() as folder:
         usage = Usage(Files(Path(folder)), ManualClock(), limits)
@@ -108,7 +108,7 @@ def test_a_process_that_is_killed_has_counted_at_least_what_it_used(amounts: lis
         assert not exceeded
 
 
-def test_counters_begin_anew_at_midnight_and_are_exact_after_a_clean_end(tmp_path: Path) -> None:
+def test_counters_restart_at_midnight_and_are_exact_after_close(tmp_path: Path) -> None:
     clock, files = ManualClock(time=MORNING), Files(tmp_path)
     usage = Usage(files, clock, {"bytes": 100})
     usage.add("bytes", 99)
@@ -172,7 +172,7 @@ usage.add("bytes", 100)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"day": "2026-01-01", "bytes": -1, "compute_seconds": 0}'])
-def test_damaged_counters_are_put_aside_and_count_as_used_up_until_midnight(tmp_path: Path, content: bytes) -> None:
+def test_damaged_counters_count_as_used_up_until_midnight(tmp_path: Path, content: bytes) -> None:
     (tmp_path / USAGE).write_bytes(content)
     clock = ManualClock(time=MORNING)
     link = FaultyLink(LyingLink(ask()))
@@ -192,7 +192,7 @@ def test_damaged_counters_are_put_aside_and_count_as_used_up_until_midnight(tmp_
 # --- budgets of a device
 
 
-def test_bytes_are_limited_per_day_and_an_answer_goes_on_the_next_day(tmp_path: Path) -> None:
+def test_bytes_are_limited_per_day_and_answer_resumes_next_day(tmp_path: Path) -> None:
     clock = ManualClock(time=MORNING)
     link = LyingLink(*(ask(round=number, deadline_seconds=10 * DAY) for number in (1, 1, 2, 2, 3, 3)))
     days: dict[str, list[int]] = {}
@@ -232,7 +232,7 @@ def test_an_ask_over_the_budget_of_a_day_is_declined(tmp_path: Path) -> None:
     assert events[-1].kind == "finished"
 
 
-def test_an_ask_that_the_days_budget_interrupts_is_answered_the_next_day(tmp_path: Path) -> None:
+def test_ask_interrupted_by_daily_budget_is_answered_next_day(tmp_path: Path) -> None:
     clock = ManualClock(time=MORNING)
     asks = [ask(round=number, deadline_seconds=10 * DAY) for number in (1, 2, 2)]
     link = LyingLink(*asks)
@@ -331,7 +331,7 @@ class Stopped(ManualClock):
 
 
 @pytest.mark.parametrize("requested", ["come-back", "refusal"])
-def test_a_restarted_device_calls_no_earlier_than_the_server_asked(tmp_path: Path, requested: str) -> None:
+def test_restarted_device_calls_no_earlier_than_server_asked(tmp_path: Path, requested: str) -> None:
     faults = [refused("next_ask", "too-many", after_seconds="600")] if requested == "refusal" else []
     clock: ManualClock = Stopped(time=MORNING)
     device, _ = device_at(FaultyLink(LyingLink(come_back(600)), *faults), tmp_path, clock=clock)

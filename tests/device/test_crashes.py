@@ -46,7 +46,7 @@ def test_an_export_that_fails_is_told_once_and_locks_nobody_out(
         assert_exported(device, tmp_path / "model.onnx", "2")
 
 
-def test_an_export_that_is_due_is_forgotten_by_an_app_that_wants_none(fleet: Fleet, tmp_path: Path) -> None:
+def test_due_export_is_forgotten_by_app_that_wants_none(fleet: Fleet, tmp_path: Path) -> None:
     (tmp_path / "model.onnx.due").write_bytes(b"damaged")
     with make_device(fleet, tmp_path, export="never") as device:
         device.step(0)
@@ -54,7 +54,7 @@ def test_an_export_that_is_due_is_forgotten_by_an_app_that_wants_none(fleet: Fle
     assert not (tmp_path / "model.onnx").exists()
 
 
-def test_training_that_diverges_declines_the_ask_and_the_app_goes_on(
+def test_diverging_training_declines_ask_and_app_goes_on(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def diverge(*given: Any, **settings: Any) -> None:
@@ -90,7 +90,7 @@ def test_scores_of_an_answer_that_is_dropped_are_not_told(fleet: Fleet, tmp_path
     assert "scored" not in events.kinds()
 
 
-def test_a_restart_with_other_validation_data_judges_the_model_in_use_anew(fleet: Fleet, tmp_path: Path) -> None:
+def test_restart_with_other_validation_data_judges_model_anew(fleet: Fleet, tmp_path: Path) -> None:
     """An accuracy of 1 on the data of before must not keep every later model out."""
     easy = tiny_data(1, seed=3)
     hard = (tiny_data(60, seed=4)[0], np.arange(60) % 3)
@@ -107,7 +107,7 @@ def test_a_restart_with_other_validation_data_judges_the_model_in_use_anew(fleet
 
 
 @pytest.mark.parametrize("moment", ["promote", "export"])
-def test_a_device_killed_between_receipt_and_export_exports_after_the_restart(
+def test_kill_between_receipt_and_export_exports_after_restart(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """The file must not stay one delivery behind the model that it claims to be, also when no round follows."""
@@ -144,9 +144,7 @@ def assert_exported(device: Device, path: Path, number: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before sending", "after the receipt was given"])
-def test_a_device_killed_around_its_upload_settles_it_after_the_restart(
-    fleet: Fleet, tmp_path: Path, moment: str
-) -> None:
+def test_kill_around_upload_is_settled_after_restart(fleet: Fleet, tmp_path: Path, moment: str) -> None:
     fleet.ask("d")
     crashing = make_device(fleet, tmp_path / "a", link=crashing_link(fleet.api, moment))
     with pytest.raises(Crash):
@@ -166,7 +164,7 @@ def test_a_device_killed_around_its_upload_settles_it_after_the_restart(
         assert all(torch.equal(tensor, again[name]) for name, tensor in undisturbed.model.state_dict().items())
 
 
-def test_a_device_killed_while_training_trains_again_from_the_committed_state(fleet: Fleet, tmp_path: Path) -> None:
+def test_kill_in_training_trains_again_from_committed_state(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
     crashing = make_device(fleet, tmp_path)
     worker = compute_of(crashing)
@@ -181,7 +179,7 @@ def test_a_device_killed_while_training_trains_again_from_the_committed_state(fl
     assert len(fleet.store.asks.uploads(RUN)) == 1
 
 
-def test_an_answer_to_a_closed_round_is_dropped_and_its_training_taken_back(fleet: Fleet, tmp_path: Path) -> None:
+def test_answer_to_closed_round_is_dropped_and_training_undone(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
     events = EventLog()
     crashing = make_device(fleet, tmp_path, link=crashing_link(fleet.api, "before sending"))
@@ -198,7 +196,7 @@ def test_an_answer_to_a_closed_round_is_dropped_and_its_training_taken_back(flee
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_device_killed_before_the_app_has_heard_tells_it_after_the_restart(
+def test_kill_before_app_has_heard_is_told_after_restart(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """At least once: the crash falls before the first event, or behind the last one."""

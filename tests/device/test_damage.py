@@ -116,7 +116,7 @@ def test_a_changed_bit_or_a_cut_never_changes_the_model_silently(
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_what_a_device_cannot_replace_stops_it_and_stays_in_place(made: Made, tmp_path: Path, name: str) -> None:
+def test_irreplaceable_state_stops_device_and_stays_in_place(made: Made, tmp_path: Path, name: str) -> None:
     directory = made.copy(tmp_path / "state")
     shutil.rmtree(directory / "outbox")  # its answer would replace the damaged state with the next one
     (directory / name).write_bytes(b"\xff" * 100)
@@ -160,7 +160,7 @@ def test_a_damaged_last_outcome_is_put_aside_with_the_next_ask(tmp_path: Path) -
     assert (tmp_path / "last_outcome.json.damaged-1").read_bytes() == b"{}"
 
 
-def test_a_damaged_privacy_ledger_or_release_stops_a_private_device(tmp_path: Path) -> None:
+def test_damaged_privacy_ledger_or_release_stops_private_device(tmp_path: Path) -> None:
     fleet = PrivateFleet()
     given: dict[str, Any] = {"worker": RowsWorker, "export": "never", "device_id": "d"}
     with open_device(server=MemoryLink(fleet.api), state_dir=tmp_path / "a", **given) as device:
@@ -180,7 +180,7 @@ def test_a_damaged_privacy_ledger_or_release_stops_a_private_device(tmp_path: Pa
         assert (directory / name).exists()
 
 
-def test_an_app_is_told_of_a_privacy_ledger_that_was_deleted_beside_its_release(tmp_path: Path) -> None:
+def test_app_is_told_of_privacy_ledger_deleted_beside_release(tmp_path: Path) -> None:
     fleet = PrivateFleet()
     given: dict[str, Any] = {"export": "never", "device_id": "d", "state_dir": tmp_path}
     with open_device(server=MemoryLink(fleet.api), **given | {"worker": RowsWorker}) as device:

@@ -24,7 +24,7 @@ from fleetdistill_server.intake.memory_link import MemoryLink
 # --- declining
 
 
-def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(fleet: Fleet, tmp_path: Path) -> None:
+def test_unanswerable_ask_is_declined_and_device_goes_on(fleet: Fleet, tmp_path: Path) -> None:
     events = EventLog()
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
@@ -56,7 +56,7 @@ def test_an_ask_that_a_device_cannot_answer_is_declined_and_the_device_goes_on(f
     )
 
 
-def test_an_ask_that_comes_again_is_declined_after_longer_and_longer_pauses(tmp_path: Path) -> None:
+def test_repeated_ask_is_declined_after_longer_and_longer_pauses(tmp_path: Path) -> None:
     clock, pauses = ManualClock(), list[float]()
     device, events = device_at(LyingLink(*[ask(step="dream")] * 11, ask(step="dream", round=2)), tmp_path, clock=clock)
     with device:
@@ -97,7 +97,7 @@ def test_a_fault_that_recurs_is_one_traceback_and_then_lines(
 # --- room, and questions that cannot be understood
 
 
-def test_an_answer_over_the_devices_bound_is_declined_and_the_device_goes_on(fleet: Fleet, tmp_path: Path) -> None:
+def test_answer_over_device_bound_is_declined_and_device_goes_on(fleet: Fleet, tmp_path: Path) -> None:
     with make_device(fleet, tmp_path) as device:
         device.step(0)
         assert device.model is not None
@@ -115,7 +115,7 @@ def test_an_answer_over_the_devices_bound_is_declined_and_the_device_goes_on(fle
     assert [row.round for row in fleet.store.asks.uploads(RUN)] == [2]
 
 
-def test_a_question_over_the_devices_bound_is_declined_before_it_is_fetched(fleet: Fleet, tmp_path: Path) -> None:
+def test_question_over_device_bound_is_declined_before_fetching(fleet: Fleet, tmp_path: Path) -> None:
     events = EventLog()
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
@@ -151,7 +151,7 @@ def test_a_full_disk_declines_the_ask_and_keeps_the_state(
 
 
 @pytest.mark.parametrize("newer", ["a step", "a payload"])
-def test_what_a_newer_server_asks_is_declined_with_a_sentence_and_ends_nothing(
+def test_ask_of_newer_server_is_declined_and_ends_nothing(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newer: str
 ) -> None:
     events = EventLog()

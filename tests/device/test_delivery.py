@@ -49,7 +49,7 @@ def reported(fleet: Fleet) -> list[tuple[int, bool]]:
 @pytest.mark.parametrize(
     "changes", [{"validation_data": None}, {"allow": ("features", "logits", "labels")}], ids=["no data", "not allowed"]
 )
-def test_a_verdict_is_reported_only_with_validation_data_and_metrics(
+def test_verdict_report_needs_validation_data_and_metrics(
     fleet: Fleet, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     events = EventLog()
@@ -76,7 +76,7 @@ def unbeatable_data() -> tuple[np.ndarray, np.ndarray]:
     return inputs[close], scores.indices[:, -1].numpy()[close]
 
 
-def test_the_model_that_joined_is_judged_too_and_survives_a_restart(fleet: Fleet, tmp_path: Path) -> None:
+def test_model_that_joined_is_judged_and_survives_restart(fleet: Fleet, tmp_path: Path) -> None:
     unbeatable, joined = unbeatable_data(), tiny_model().state_dict()
     events = EventLog()
     with make_device(fleet, tmp_path / "d", events, validation_data=unbeatable) as device:
@@ -107,9 +107,7 @@ def trained_model() -> nn.Module:
     return model.eval()
 
 
-def test_a_model_that_an_app_has_trained_before_is_kept_while_the_fleet_has_no_better_one(
-    fleet: Fleet, tmp_path: Path
-) -> None:
+def test_model_trained_by_app_is_kept_until_fleet_has_better_one(fleet: Fleet, tmp_path: Path) -> None:
     events, own = EventLog(), trained_model()
     given: dict[str, Any] = {
         "model": trained_model,
@@ -141,7 +139,7 @@ def test_a_model_that_an_app_has_trained_before_is_kept_while_the_fleet_has_no_b
 
 @pytest.mark.parametrize("moment", ["before sending", "after the receipt was given"])
 @pytest.mark.parametrize("early_look", [False, True])
-def test_after_a_kill_around_the_upload_the_app_gets_what_was_reported(
+def test_after_kill_around_upload_app_gets_what_was_reported(
     fleet: Fleet, tmp_path: Path, moment: str, early_look: bool
 ) -> None:
     given: dict[str, Any] = {"validation_data": tiny_data(30, seed=4)}
@@ -169,7 +167,7 @@ def test_after_a_kill_around_the_upload_the_app_gets_what_was_reported(
     assert reported(fleet)[0] == (1, True)
 
 
-def test_a_disk_that_is_full_half_way_through_a_delivery_delivers_it_all_the_same(
+def test_disk_full_half_way_through_delivery_still_delivers(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(name: str) -> None:
@@ -200,7 +198,7 @@ def test_an_upload_that_is_refused_neither_delivers_nor_counts(fleet: Fleet, tmp
     assert reported(fleet) == []
 
 
-def test_an_answer_that_failed_half_way_leaves_no_trace_in_the_next(fleet: Fleet, tmp_path: Path) -> None:
+def test_answer_that_failed_half_way_leaves_no_trace_in_next(fleet: Fleet, tmp_path: Path) -> None:
     """The app catches the error and goes on with the same Device."""
     other = Fleet()
     with make_device(fleet, tmp_path / "a") as device, make_device(other, tmp_path / "b") as undisturbed:
@@ -217,7 +215,7 @@ def test_an_answer_that_failed_half_way_leaves_no_trace_in_the_next(fleet: Fleet
     np.testing.assert_array_equal(knowledge_of(fleet).logits, knowledge_of(other).logits)
 
 
-def test_while_the_app_keeps_an_earlier_version_the_answers_report_no_replacement(fleet: Fleet, tmp_path: Path) -> None:
+def test_no_replacement_is_reported_while_app_keeps_old_version(fleet: Fleet, tmp_path: Path) -> None:
     with make_device(
         fleet, tmp_path, validation_data=tiny_data(30, seed=4), deployment=Deployment(max_accuracy_drop=1.0)
     ) as device:
@@ -234,7 +232,7 @@ def test_while_the_app_keeps_an_earlier_version_the_answers_report_no_replacemen
 # --- delivery, in the app
 
 
-def test_the_apps_model_is_kept_when_its_validation_figure_would_fall(fleet: Fleet, tmp_path: Path) -> None:
+def test_apps_model_is_kept_when_validation_figure_would_fall(fleet: Fleet, tmp_path: Path) -> None:
     """After three rounds the teacher is wrong everywhere: training goes on, the app keeps its model."""
     events = EventLog()
     inputs, labels = tiny_data(60)

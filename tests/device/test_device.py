@@ -56,7 +56,7 @@ def test_a_device_checks_in_answers_and_finishes(fleet: Fleet, tmp_path: Path) -
     assert fleet.store.devices.present(RUN) == []
 
 
-def test_every_device_trains_from_the_runs_extractor_and_the_app_keeps_its_own(fleet: Fleet, tmp_path: Path) -> None:
+def test_devices_train_from_runs_extractor_and_app_keeps_its_own(fleet: Fleet, tmp_path: Path) -> None:
     sent = fleet.initial.parameters["0.weight"]  # type: ignore[attr-defined]
     with make_device(fleet, tmp_path) as device:
         assert equal(weights(device), tiny_model().state_dict())
@@ -70,7 +70,7 @@ def test_metrics_stay_home_when_the_app_keeps_them_back(fleet: Fleet, tmp_path: 
     assert fleet.store.history.figures(RUN, "accuracy", "test") == []
 
 
-def test_columns_that_the_app_keeps_back_are_refused_at_check_in_with_a_sentence(fleet: Fleet, tmp_path: Path) -> None:
+def test_columns_kept_back_are_refused_at_check_in_with_sentence(fleet: Fleet, tmp_path: Path) -> None:
     with make_device(fleet, tmp_path, allow=("features", "logits")) as device, pytest.raises(RefusedError) as error:
         device.run()
     assert "feddkc sends features, logits, labels; the app does not allow labels" in str(error.value)
@@ -89,7 +89,7 @@ def test_a_state_directory_of_another_run_or_device_is_refused(fleet: Fleet, tmp
         make_device(fleet, tmp_path, device_id="e")
 
 
-def test_a_lost_response_to_the_first_check_in_does_not_lock_the_id(fleet: Fleet, tmp_path: Path) -> None:
+def test_lost_response_to_first_check_in_does_not_lock_id(fleet: Fleet, tmp_path: Path) -> None:
     class Losing(MemoryLink):
         def check_in(self, identity: Any, profile: Any) -> Any:
             response = super().check_in(identity, profile)
@@ -105,7 +105,7 @@ def test_a_lost_response_to_the_first_check_in_does_not_lock_the_id(fleet: Fleet
         assert device.step(0) is Step.WAITED
 
 
-def test_a_damaged_profile_is_made_anew_and_a_damaged_secret_said(fleet: Fleet, tmp_path: Path) -> None:
+def test_damaged_profile_is_made_anew_and_damaged_secret_is_said(fleet: Fleet, tmp_path: Path) -> None:
     with make_device(fleet, tmp_path) as device:
         device.step(0)
     (tmp_path / "profile.bin").write_bytes(b"\xff\xff")
@@ -237,7 +237,7 @@ def test_stop_ends_a_run_that_waits_for_work_at_once(fleet: Fleet, tmp_path: Pat
     assert "lost-contact" not in events.kinds()
 
 
-def test_a_model_with_another_extractor_is_refused_with_both_sides(fleet: Fleet, tmp_path: Path) -> None:
+def test_model_with_other_extractor_is_refused_naming_both_sides(fleet: Fleet, tmp_path: Path) -> None:
     def other() -> nn.Module:
         return split_sequential(nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU(), nn.Linear(5, 3)), 2)
 

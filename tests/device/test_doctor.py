@@ -71,9 +71,7 @@ def test_a_healthy_device_has_no_error_and_nothing_is_changed(state: Path, autho
 
 
 @pytest.mark.slow
-def test_a_server_with_tls_is_named_to_a_device_without_a_certificate_or_of_another_ca(
-    state: Path, front: str, tmp_path: Path
-) -> None:
+def test_tls_server_is_named_if_certificate_missing_or_foreign(state: Path, front: str, tmp_path: Path) -> None:
     (error,) = said(state, front)
     assert "requires TLS, but this device has no certificate" in error
     enrol(state, device_credentials(make_pki(tmp_path / "other"), DEVICE))
@@ -126,7 +124,7 @@ def test_an_expired_certificate_and_a_wrong_clock_are_named(state: Path, authori
     assert "enrol the device with a new token" in late
 
 
-def test_a_server_that_does_not_answer_is_named_with_the_step_that_fails(state: Path) -> None:
+def test_server_without_answer_is_named_with_failing_step(state: Path) -> None:
     (error,) = said(state, f"127.0.0.1:{free_port()}")
     assert error.startswith("server: nobody answers on")
     (error,) = said(state, "no-such-host.invalid:50051")
@@ -194,9 +192,7 @@ def test_a_full_disk_is_named(state: Path) -> None:
     assert "the next answer may need" in error
 
 
-def test_the_command_needs_only_the_sdk_and_exits_with_1_after_an_error(
-    state: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_needs_only_sdk_and_exits_with_1_after_error(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--state", str(state)]) == 0
     assert "warning  server: not checked" in capsys.readouterr().out
     assert main(["--state", str(state), "--server", f"127.0.0.1:{free_port()}", "--json"]) == 1

@@ -96,7 +96,7 @@ def test_a_probe_that_fails_does_not_hold_and_is_logged_once(caplog: pytest.LogC
         ({"probes": {"screen-off": True}}, "expected names with functions"),
     ],
 )
-def test_a_policy_that_cannot_be_meant_is_an_error_at_construction(settings: Any, text: str) -> None:
+def test_senseless_policy_is_an_error_at_construction(settings: Any, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         Eligibility(**settings)
 
@@ -144,9 +144,7 @@ def test_battery_and_temperature_are_those_of_psutil(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("missing", ["psutil", "function", "sensor"])
-def test_a_condition_that_this_machine_cannot_measure_needs_a_probe(
-    missing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_condition_this_machine_cannot_measure_needs_a_probe(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if missing == "psutil":
         monkeypatch.setitem(sys.modules, "psutil", None)
     for name, nothing in (("sensors_battery", None), ("sensors_temperatures", {})):
@@ -251,7 +249,7 @@ def fails_at(*numbers: int) -> Callable[[], bool]:
 
 
 @pytest.mark.usefixtures("every_check")
-def test_an_interrupted_ask_is_answered_later_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+def test_interrupted_ask_is_answered_later_with_equal_result(tmp_path: Path) -> None:
     undisturbed = LyingLink(ask())
     device, _ = device_at(undisturbed, tmp_path / "a")
     with device:
@@ -341,7 +339,7 @@ def test_a_run_of_interrupted_devices_is_the_same_to_the_bit(
 
 @pytest.mark.usefixtures("every_check")
 @pytest.mark.parametrize("kind", ["light", "light and private"])
-def test_an_interrupted_device_without_pytorch_answers_as_if_it_had_not_been(kind: str, tmp_path: Path) -> None:
+def test_interrupted_device_without_pytorch_gives_same_answer(kind: str, tmp_path: Path) -> None:
     private = "private" in kind
     data = np.random.default_rng(0).random((300, 1, 8, 8), np.float32), np.arange(300) % 4
     results = []
@@ -400,9 +398,7 @@ def test_a_call_without_a_reply_is_cancelled(tmp_path: Path) -> None:
         (3600, True),
     ],
 )
-def test_an_ask_is_declined_only_if_its_deadline_is_before_the_next_hours(
-    tmp_path: Path, deadline: float, declined: bool
-) -> None:
+def test_ask_is_declined_only_if_deadline_precedes_next_hours(tmp_path: Path, deadline: float, declined: bool) -> None:
     clock = ManualClock(time=datetime(2026, 1, 1, 5, 50).timestamp())
     link = LyingLink(ask(deadline_seconds=deadline), terms=terms(settings={"local_epochs": 10**12}))
 

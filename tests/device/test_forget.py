@@ -136,7 +136,7 @@ def test_the_command_ends_quietly_when_its_reader_has_ended(used: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [["--local"], ["--server", "127.0.0.1:1"]])
-def test_forgetting_a_device_that_never_checked_in_needs_no_server(
+def test_forgetting_device_that_never_checked_in_needs_no_server(
     fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     make_device(fleet, tmp_path, run="").close()
@@ -169,7 +169,7 @@ def test_the_servers_command_line_lists_the_same_command(used: Path) -> None:
 # --- forget
 
 
-def test_a_device_that_is_forgotten_erases_itself_and_asks_the_server(fleet: Fleet, used: Path) -> None:
+def test_forgotten_device_erases_itself_and_asks_server(fleet: Fleet, used: Path) -> None:
     device = make_device(fleet, used)
     device.step(0)
     assert device.forget() is True
@@ -252,7 +252,7 @@ def inspect_releases(directory: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["after-mark", "after-files"])
-def test_a_device_killed_while_it_erases_completes_it_at_the_next_start(fleet: Fleet, used: Path, point: str) -> None:
+def test_device_killed_while_erasing_completes_it_at_next_start(fleet: Fleet, used: Path, point: str) -> None:
     """At `device.forget.after-mark` all files are there, at `device.forget.after-files` none."""
     dying = forked_device_forget(used)
     dying.start(f"device.forget.{point}=kill")
@@ -315,7 +315,7 @@ def test_every_file_of_a_device_is_known(fleet: Fleet, used: Path) -> None:
     assert {str(path.relative_to(used)) for path in own_files(used)} == names
 
 
-def test_a_folder_of_other_files_does_not_become_a_state_directory(fleet: Fleet, tmp_path: Path) -> None:
+def test_folder_of_other_files_does_not_become_state_directory(fleet: Fleet, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "thesis.txt").write_text("x")
     with pytest.raises(StateError, match="contains 'photos' and 1 more, which is not a device's; pass an"):

@@ -94,7 +94,7 @@ def trained(state_dir: Path, seen: list[dict[str, Any]], **changes: Any) -> list
     return [header.payload.sha256 for header in link.uploads]
 
 
-def test_torchs_settings_are_the_apps_before_during_and_after_a_run(tmp_path: Path, of_the_app: dict[str, Any]) -> None:
+def test_torch_settings_stay_the_apps_around_and_during_a_run(tmp_path: Path, of_the_app: dict[str, Any]) -> None:
     seen: list[dict[str, Any]] = []
     trained(tmp_path, seen)
     assert settings_of_torch() == of_the_app
@@ -162,7 +162,7 @@ def draw_everything() -> list[torch.Tensor]:
     ]
 
 
-def test_own_random_numbers_are_those_of_the_global_generator_with_the_same_seed(of_the_app: dict[str, Any]) -> None:
+def test_own_random_numbers_equal_global_ones_with_same_seed(of_the_app: dict[str, Any]) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(5)
         wanted = draw_everything()
@@ -178,7 +178,7 @@ def test_an_explicit_generator_is_used(of_the_app: dict[str, Any]) -> None:
         assert torch.equal(torch.rand(4, generator=torch.Generator().manual_seed(3)), wanted)
 
 
-def test_a_thread_of_the_sdk_has_torchs_default_modes_and_raises_what_the_function_raises() -> None:
+def test_sdk_thread_has_default_torch_modes_and_raises_errors() -> None:
     with torch.inference_mode():
         assert in_own_thread(torch.is_grad_enabled, 1)
         assert not in_own_thread(torch.is_inference_mode_enabled, 1)

@@ -26,7 +26,7 @@ def held() -> None:
     raise Hold("charging", "the device is not charging").error()
 
 
-def test_checks_apply_within_their_block_and_to_the_threads_that_take_them_along() -> None:
+def test_checks_apply_in_their_block_and_threads_that_take_them() -> None:
     result: list[str] = []
 
     def in_thread(check: Any) -> None:
@@ -77,7 +77,7 @@ def answer_to(link: LyingLink, state_dir: Path) -> bytes:
     return sha256
 
 
-def test_stop_ends_a_training_without_end_and_the_same_ask_gets_the_same_answer(tmp_path: Path) -> None:
+def test_stop_ends_endless_training_and_ask_gets_same_answer(tmp_path: Path) -> None:
     link = LyingLink(ask(), terms=terms(settings=ENDLESS))
     stopped_while(link, tmp_path / "a", "ask")
     assert not link.declined
@@ -111,7 +111,7 @@ def test_stop_ends_a_call_and_the_work_is_done_later(tmp_path: Path, call: str) 
 @pytest.mark.parametrize(
     "call", long_except(["check_in", "next_ask", "upload_status", "upload", "download"], "next_ask", "upload")
 )
-def test_interrupt_cancels_every_call_to_a_server_that_does_not_reply(call: str) -> None:
+def test_interrupt_cancels_every_call_to_a_silent_server(call: str) -> None:
     identity = service_pb2.Identity(run="r", device="d")
     given: dict[str, tuple[Any, ...]] = {
         "check_in": (identity, None),

@@ -152,7 +152,7 @@ def test_every_form_of_the_same_samples_gives_the_same_result(tmp_path: Path, fo
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_a_mapped_array_of_another_type_is_converted_batch_by_batch(tmp_path: Path, dtype: str) -> None:
+def test_mapped_array_of_other_type_is_converted_batch_by_batch(tmp_path: Path, dtype: str) -> None:
     inputs, labels = mapped(tmp_path, dtype)
     whole = learned(tmp_path / "a", (np.asarray(inputs, np.float32).copy(), labels))
     assert equal(whole[0], learned(tmp_path / "b", (inputs, labels))[0])
@@ -187,7 +187,7 @@ def test_a_mapped_array_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
 # --- samples that come and go
 
 
-def test_samples_keep_their_ids_new_ones_get_new_ids_and_missing_ones_vanish(fleet: Fleet, tmp_path: Path) -> None:
+def test_known_samples_keep_ids_new_get_new_and_missing_vanish(fleet: Fleet, tmp_path: Path) -> None:
     kept = items()
     with make_device(fleet, tmp_path, data=kept) as device:
         assert answer(fleet, device) == list(range(24))
@@ -239,7 +239,7 @@ def test_the_app_may_name_its_samples(fleet: Fleet, tmp_path: Path) -> None:
         assert len(fleet.store.asks.uploads(RUN)) == 2, "ids must be unique: the device declined"
 
 
-def test_a_sample_that_cannot_be_used_declines_the_ask_until_it_is_gone(fleet: Fleet, tmp_path: Path) -> None:
+def test_unusable_sample_declines_ask_until_it_is_gone(fleet: Fleet, tmp_path: Path) -> None:
     kept, events = items(), EventLog()
     with make_device(fleet, tmp_path, events, data=kept) as device:
         answer(fleet, device)
@@ -254,7 +254,7 @@ def test_a_sample_that_cannot_be_used_declines_the_ask_until_it_is_gone(fleet: F
 # --- no samples
 
 
-def test_a_device_without_samples_waits_and_takes_part_once_it_has_some(fleet: Fleet, tmp_path: Path) -> None:
+def test_device_without_samples_waits_and_joins_once_it_has_some(fleet: Fleet, tmp_path: Path) -> None:
     kept: list[Item] = []
     events, clock = EventLog(), ManualClock()
     with make_device(fleet, tmp_path, events, data=kept, clock=clock) as device:
@@ -268,7 +268,7 @@ def test_a_device_without_samples_waits_and_takes_part_once_it_has_some(fleet: F
         assert answer(fleet, device) == list(range(6))
 
 
-def test_samples_that_are_all_gone_leave_the_round_and_not_the_run(fleet: Fleet, tmp_path: Path) -> None:
+def test_losing_all_samples_leaves_the_round_and_not_the_run(fleet: Fleet, tmp_path: Path) -> None:
     kept, events = items(), EventLog()
     with make_device(fleet, tmp_path, events, data=lambda: kept, clock=ManualClock()) as device:
         answer(fleet, device)
@@ -298,7 +298,7 @@ def test_a_restarted_device_whose_samples_are_gone_waits(fleet: Fleet, tmp_path:
 # --- augmentation
 
 
-def test_augmented_data_train_on_new_draws_and_send_knowledge_of_the_samples(tmp_path: Path) -> None:
+def test_augmented_data_train_on_draws_and_send_sample_knowledge(tmp_path: Path) -> None:
     seen: list[Tensor] = []
 
     def transform(one: Tensor) -> Tensor:
@@ -331,7 +331,7 @@ def test_another_transform_of_the_same_samples_is_used(data: Any) -> None:
     assert read_samples(data, changed).transform is None
 
 
-def test_a_random_dataset_keeps_its_ids_and_draws_anew_in_training(tmp_path: Path) -> None:
+def test_random_dataset_keeps_its_ids_and_draws_anew_in_training(tmp_path: Path) -> None:
     data = Noisy(items(), torch_noise)
     first, again = learned(tmp_path / "a", data), learned(tmp_path / "b", data)
     assert equal(first[0], again[0])
@@ -439,7 +439,7 @@ def test_errors_of_the_apps_code_name_it(fleet: Fleet, tmp_path: Path) -> None:
             device.step(0)
 
 
-def test_test_and_validation_data_are_checked_at_construction_too(fleet: Fleet, tmp_path: Path) -> None:
+def test_test_and_validation_data_are_checked_at_construction(fleet: Fleet, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="validation_data: the data is of type str"):
         make_device(fleet, tmp_path, validation_data="x")
 
@@ -457,7 +457,7 @@ def test_one_class_or_one_sample_is_enough(fleet: Fleet, tmp_path: Path, one_cla
         assert answer(fleet, device) == list(range(len(data[1])))
 
 
-def test_a_worker_that_computes_with_pytorch_reads_its_own_data_again(fleet: Fleet, tmp_path: Path) -> None:
+def test_worker_that_uses_pytorch_reads_its_own_data_again(fleet: Fleet, tmp_path: Path) -> None:
     kept = items()
 
     def worker(contract: contract_pb2.Contract) -> TorchCompute:

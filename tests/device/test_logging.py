@@ -14,7 +14,7 @@ from support.hostile_server import LyingLink, ask, device_at, terms
 import fleetdistill
 
 
-def test_all_loggers_are_below_fleetdistill_and_have_no_handler_and_no_level() -> None:
+def test_loggers_are_below_fleetdistill_without_handler_or_level() -> None:
     modules = [package.name for package in pkgutil.walk_packages(fleetdistill.__path__, "fleetdistill.")]
     modules = [name for name in modules if not name.endswith(".__main__")]
     for name in modules:

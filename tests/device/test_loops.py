@@ -80,7 +80,7 @@ def test_stop_and_start_pause_and_continue(tmp_path: Path) -> None:
     assert not events.texts("lost-contact"), "a cancelled request is not a lost contact"
 
 
-def test_an_exception_in_the_background_is_an_event_a_log_record_and_raised_by_every_join(
+def test_background_exception_is_event_log_record_and_join_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     events: list[Event] = []
@@ -115,7 +115,7 @@ def test_a_run_that_ends_without_a_delivery_says_so(tmp_path: Path) -> None:
     assert text.startswith("1 rounds completed; no model was delivered to this device")
 
 
-def test_a_callback_that_always_fails_ends_no_run_and_is_told_once_for_each_event(
+def test_failing_callback_ends_no_run_and_is_told_once_per_event(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     events: list[Event] = []
@@ -182,7 +182,7 @@ def test_a_second_call_is_refused_while_one_works(tmp_path: Path) -> None:
         assert link.polling.is_set(), "the background thread was not disturbed"
 
 
-def test_a_callback_cannot_work_on_the_device_and_cannot_wait_for_itself(tmp_path: Path) -> None:
+def test_callback_cannot_work_on_device_or_wait_for_itself(tmp_path: Path) -> None:
     refused: list[str] = []
 
     def call(event: Event) -> None:
@@ -241,7 +241,7 @@ def test_tick_and_run_report_lost_and_returned_contact(tmp_path: Path) -> None:
         assert all(0 < event.values["seconds"] <= 4 for event in told[1::2])
 
 
-def test_the_time_without_contact_begins_with_the_first_of_all_errors(tmp_path: Path) -> None:
+def test_time_without_contact_begins_with_first_of_all_errors(tmp_path: Path) -> None:
     """Refused for ten seconds, then timed out for fifteen: two reports of the loss, and one of 25 seconds."""
     clock, errors = ManualClock(), [LinkError("refused"), LinkError("timed out")]
 
@@ -298,7 +298,7 @@ def test_a_callback_may_close_the_device(tmp_path: Path, loop: str) -> None:
     device_at(LyingLink(), tmp_path)[0].close()  # the state directory is free
 
 
-def test_after_close_every_member_answers_or_says_that_the_device_is_closed(tmp_path: Path) -> None:
+def test_after_close_members_answer_or_say_device_is_closed(tmp_path: Path) -> None:
     device, _ = device_at(LyingLink(ask()), tmp_path / "used")
     with device:
         device.run()
@@ -322,7 +322,7 @@ def test_after_close_every_member_answers_or_says_that_the_device_is_closed(tmp_
         unused.predict(0)
 
 
-def test_data_replaced_by_another_thread_do_not_disturb_the_work_in_progress(tmp_path: Path) -> None:
+def test_data_replaced_by_other_thread_do_not_disturb_work(tmp_path: Path) -> None:
     """Also if the app then reads the model: it would be built around the module that is being trained."""
 
     def replace_and_read(device: Device) -> Any:
@@ -348,7 +348,7 @@ def test_data_replaced_by_another_thread_do_not_disturb_the_work_in_progress(tmp
 # --- signals
 
 
-def test_no_signal_handler_is_left_and_none_is_installed_by_another_thread(tmp_path: Path) -> None:
+def test_no_signal_handler_is_left_or_set_by_another_thread(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
     def note(event: Event) -> None:
@@ -385,7 +385,7 @@ def test_an_apps_own_handler_for_ctrl_c_is_respected(tmp_path: Path) -> None:
 # --- what an app is told while nothing happens
 
 
-def test_a_first_contact_comes_before_the_check_in_and_returns_nothing(fleet: Fleet, tmp_path: Path) -> None:
+def test_first_contact_precedes_check_in_and_returns_nothing(fleet: Fleet, tmp_path: Path) -> None:
     events, clock = EventLog(), ManualClock()
     away = FaultyLink(MemoryLink(fleet.api), lost("check_in"), lost("next_ask", 2))
     with make_device(fleet, tmp_path, events, link=away, clock=clock) as device:

@@ -66,7 +66,7 @@ def test_a_version_is_of_the_rows_however_they_are_given(fleet: Fleet, tmp_path:
 
 
 @pytest.mark.parametrize("other", [tiny_data(seed=3), tiny_data(23), (tiny_data()[0], tiny_data()[1][::-1].copy())])
-def test_replaced_rows_are_told_with_the_next_step_and_what_was_learned_stays(
+def test_replaced_rows_are_told_at_next_step_and_learning_stays(
     fleet: Fleet, tmp_path: Path, other: tuple[np.ndarray, np.ndarray]
 ) -> None:
     with make_device(fleet, tmp_path) as device:
@@ -83,7 +83,7 @@ def test_replaced_rows_are_told_with_the_next_step_and_what_was_learned_stays(
     assert [row.samples for row in fleet.store.asks.uploads(RUN)] == [24, len(other[1])]
 
 
-def test_an_answer_of_the_rows_of_before_is_settled_before_the_new_ones_are_told(fleet: Fleet, tmp_path: Path) -> None:
+def test_answer_of_old_rows_is_settled_before_new_ones_are_told(fleet: Fleet, tmp_path: Path) -> None:
     class Cut(MemoryLink):
         cut = True
 
@@ -131,9 +131,7 @@ def test_rows_may_be_replaced_from_within_any_event(fleet: Fleet, tmp_path: Path
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["by the digest", "by the app before it died"])
-def test_a_restarted_device_with_other_rows_tells_so_without_being_asked(
-    fleet: Fleet, tmp_path: Path, told: bool
-) -> None:
+def test_restarted_device_with_other_rows_says_so_unasked(fleet: Fleet, tmp_path: Path, told: bool) -> None:
     """Arrays are looked at; of what a function would give, the app has said that it is new."""
     first: Any = tiny_data() if told else tiny_data
     other: Any = tiny_data(seed=3) if told else lambda: tiny_data(seed=3)
@@ -148,7 +146,7 @@ def test_a_restarted_device_with_other_rows_tells_so_without_being_asked(
         assert version_of(fleet) != before
 
 
-def test_a_restarted_device_with_the_rows_of_before_makes_no_worker(
+def test_restarted_device_with_same_rows_makes_no_worker(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with make_device(fleet, tmp_path) as device:
@@ -158,7 +156,7 @@ def test_a_restarted_device_with_the_rows_of_before_makes_no_worker(
         assert device.step(0) is Step.WAITED
 
 
-def test_a_lost_or_damaged_note_of_the_rows_costs_a_look_and_no_more(fleet: Fleet, tmp_path: Path) -> None:
+def test_lost_or_damaged_note_of_rows_costs_only_a_look(fleet: Fleet, tmp_path: Path) -> None:
     note = tmp_path / "rows.txt"
     with make_device(fleet, tmp_path) as device:
         device.step(0)

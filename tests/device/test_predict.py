@@ -135,7 +135,7 @@ def test_other_inputs_are_refused(tmp_path: Path, inputs: Any, sentence: str) ->
             device.predict(inputs)
 
 
-def test_predictions_go_on_while_the_server_is_away_and_after_the_data_change(tmp_path: Path) -> None:
+def test_predictions_go_on_without_server_and_after_data_change(tmp_path: Path) -> None:
     link = FaultyLink(LyingLink(ask(round=1), ask(round=2)), lost_reply("upload"))
     device, _ = device_at(link, tmp_path)
     with device:
@@ -162,7 +162,7 @@ def test_a_worker_that_cannot_predict_says_so(tmp_path: Path) -> None:
             device.predict(BATCH)
 
 
-def test_class_statistics_at_their_defaults_predict_before_and_after_the_delivery(tmp_path: Path) -> None:
+def test_default_class_statistics_predict_before_after_delivery(tmp_path: Path) -> None:
     """Their model in closed form has buffers only."""
     settings: dict[str, Any] = {"run": {"method": "classstats"}, "contract": {"classes": 10, "input_shape": [1, 8, 8]}}
     images = np.random.default_rng(0).random((60, 1, 8, 8), dtype=np.float32)
@@ -195,7 +195,7 @@ class OfBuffers(nn.Module):
 @pytest.mark.parametrize(
     ("module", "dtype"), [(OfBuffers(), torch.float64), (nn.Flatten(), torch.float32), (nn.Linear(4, 3), torch.float32)]
 )
-def test_a_model_gets_inputs_of_its_own_type_with_and_without_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+def test_model_gets_its_input_type_with_or_without_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     assert place_of_inputs(module) == (torch.device("cpu"), dtype)
     with torch.no_grad():
         expected = module(torch.from_numpy(BATCH).to(dtype)).float().numpy()
@@ -203,7 +203,7 @@ def test_a_model_gets_inputs_of_its_own_type_with_and_without_parameters(module:
     assert output_shape(module, (4,)) == expected.shape[1:]
 
 
-def test_a_device_without_pytorch_predicts_from_its_first_delivery(tmp_path: Path) -> None:
+def test_device_without_pytorch_predicts_from_first_delivery(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"run": {"method": "classstats"}, "contract": {"classes": 10, "input_shape": [1, 8, 8]}}
     images = np.random.default_rng(0).random((60, 1, 8, 8), dtype=np.float32)
     worker = light_worker((images, np.arange(60) % 10))
@@ -220,9 +220,7 @@ def test_a_device_without_pytorch_predicts_from_its_first_delivery(tmp_path: Pat
             device.predict(np.zeros((1, 1, 8, 8), np.int64))
 
 
-def test_a_copy_that_fails_at_a_delivery_is_an_event_and_the_next_delivery_copies_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_copy_is_event_and_next_delivery_copies_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device, events = device_at(LyingLink(ask(round=1), ask(round=2)), tmp_path)
     with device:
         before = device.predict(BATCH)

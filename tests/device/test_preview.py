@@ -30,7 +30,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_a_preview_has_the_names_shapes_types_and_bytes_of_the_real_answer(fleet: Fleet, tmp_path: Path) -> None:
+def test_preview_has_names_shapes_types_and_bytes_of_real_answer(fleet: Fleet, tmp_path: Path) -> None:
     with make_device(fleet, tmp_path) as device:
         preview = device.preview()
         assert device.ledger.totals.messages == {"check-in": 1}
@@ -72,7 +72,7 @@ def test_a_bin_with_few_values_can_be_seen() -> None:
     assert str(Histogram([1, 0, 1000], [0.0, 1.0, 2.0, 3.0])) == "0 [▁ █] 3"
 
 
-def test_a_preview_changes_nothing_and_the_next_answer_is_the_same(fleet: Fleet, tmp_path: Path) -> None:
+def test_preview_changes_nothing_and_next_answer_is_the_same(fleet: Fleet, tmp_path: Path) -> None:
     def answered(directory: Path, *, previews: int) -> Any:
         other = Fleet()
         with make_device(other, directory) as device:

@@ -58,7 +58,7 @@ def ledger(directory):
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_release_has_the_noise_of_the_runs_epsilon_and_is_recorded(tmp_path, exact):
+def test_release_has_noise_of_the_runs_epsilon_and_is_recorded(tmp_path, exact):
     fleet = PrivateFleet(exact=exact)
     with make_device(MemoryLink(fleet.api), tmp_path) as device:
         check_in_and_answer(device, fleet)
@@ -71,7 +71,7 @@ def test_a_release_has_the_noise_of_the_runs_epsilon_and_is_recorded(tmp_path, e
     assert entry["epsilon"] == pytest.approx(1, rel=1e-6)
 
 
-def test_two_devices_with_the_same_rows_and_seed_send_different_noise(fleet, tmp_path):
+def test_devices_with_same_rows_and_seed_send_different_noise(fleet, tmp_path):
     for name in ("d", "e"):
         with make_device(MemoryLink(fleet.api), tmp_path / name, device_id=name) as device:
             check_in_and_answer(device, fleet, name)
@@ -100,7 +100,7 @@ def test_the_smaller_epsilon_of_run_and_app_decides(fleet, tmp_path):
 # --- the budget
 
 
-def test_other_rows_are_a_second_release_and_beyond_the_budget_declined(fleet, tmp_path):
+def test_other_rows_are_second_release_declined_beyond_budget(fleet, tmp_path):
     link, events, rows = RecordingLink(fleet.api), EventLog(), [30]
     worker = lambda contract: RowsWorker(contract, rows[0])  # noqa: E731
     with make_device(link, tmp_path, worker=worker, on_event=events.append) as device:
@@ -123,7 +123,7 @@ def test_a_larger_budget_allows_a_release_of_other_rows(fleet, tmp_path):
     assert ledger(tmp_path)[-1]["epsilon"] == pytest.approx(1.4651699604, abs=1e-9)
 
 
-def test_a_device_with_a_budget_takes_part_in_no_run_without_privacy(tmp_path):
+def test_device_with_budget_takes_part_in_no_run_without_privacy(tmp_path):
     """Not even its profile is sent: an answer without noise would exceed any budget."""
     link = RecordingLink(OpenFleet().api)
     arguments = {"worker": None, "model": tiny_model, "data": tiny_data(), "privacy": (1.0, 1e-5)}
@@ -196,7 +196,7 @@ def everything_sent(backend, seed, rows, directory):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_with_the_noisy_sums_given_no_bit_of_any_message_depends_on_the_rows(backend, tmp_path, monkeypatch):
+def test_given_noisy_sums_no_message_bit_depends_on_the_rows(backend, tmp_path, monkeypatch):
     """The mechanism's output is held fixed; then all that is sent must be equal for any data, test and validation."""
     monkeypatch.setattr(private, "noisy_sums", lambda rows, units, used: CONSTANT)
     first = everything_sent(backend, 1, 40, tmp_path / "first")
@@ -231,7 +231,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_anything_but_rows_is_not_sent_whatever_the_method_answers(fleet, tmp_path, monkeypatch, name):
+def test_anything_but_rows_is_not_sent_whatever_method_answers(fleet, tmp_path, monkeypatch, name):
     def answer(self, ask, parts, allow):
         result = given(self, ask, parts, allow)
         return replace(result, answer=Answer(parts={**result.answer.parts, name: OTHERS[name]}, samples=30))
@@ -343,7 +343,7 @@ def test_a_device_that_dies_sends_one_noise_vector_or_none(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_device_that_dies_again_and_again_sends_one_noise_vector_within_its_budget(tmp_path):
+def test_device_dying_repeatedly_sends_one_noise_within_budget(tmp_path):
     points = ["device.privacy.after-record", "device.privacy.after-release", "device.outbox.before-data"]
     points += ["device.outbox.before-manifest", "device.outbox.after-manifest", "device.upload.before-send"]
     points += ["device.upload.after-receipt"]

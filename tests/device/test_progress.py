@@ -88,7 +88,7 @@ def test_a_callback_that_fails_during_training_does_not_end_it(tmp_path: Path) -
     assert kinds[-1] == "finished"
 
 
-def test_without_a_receiver_nothing_is_reported_and_short_work_reports_nothing() -> None:
+def test_nothing_is_reported_without_receiver_or_for_short_work() -> None:
     result: list[tuple[str, float]] = []
     report_progress("training", 0.5)
     clock = ManualClock()

@@ -46,7 +46,7 @@ def test_a_damaged_transfer_is_sent_again_at_once(fleet: Fleet, tmp_path: Path) 
     assert len(fleet.store.asks.uploads(RUN)) == 1
 
 
-def test_a_full_disk_at_the_server_keeps_the_answer_in_the_outbox(fleet: Fleet, tmp_path: Path) -> None:
+def test_full_disk_at_server_keeps_answer_in_outbox(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
     with make_device(fleet, tmp_path, link=stubborn_link(fleet.api, "no-space", 1)) as device:
         with pytest.raises(LinkError, match="no-space"):
@@ -57,9 +57,7 @@ def test_a_full_disk_at_the_server_keeps_the_answer_in_the_outbox(fleet: Fleet, 
     assert len(fleet.store.asks.uploads(RUN)) == 1
 
 
-def test_an_answer_that_waits_is_taken_though_the_app_has_come_back_with_fewer_samples(
-    fleet: Fleet, tmp_path: Path
-) -> None:
+def test_waiting_answer_is_taken_though_app_has_fewer_samples(fleet: Fleet, tmp_path: Path) -> None:
     """It was made of the data of before; what the device has now is told once it is settled."""
     crashing = make_device(fleet, tmp_path, link=crashing_link(fleet.api, "before sending"))
     fleet.ask("d")
@@ -77,9 +75,7 @@ def test_an_answer_that_waits_is_taken_though_the_app_has_come_back_with_fewer_s
     assert fleet.store.history.events(RUN, "refused") == []
 
 
-def test_a_restored_server_that_knows_fewer_samples_refuses_one_answer_and_hears_of_them(
-    fleet: Fleet, tmp_path: Path
-) -> None:
+def test_restored_server_refuses_one_answer_and_hears_of_samples(fleet: Fleet, tmp_path: Path) -> None:
     events = EventLog()
     with make_device(fleet, tmp_path, events) as device:
         device.step(0)
@@ -103,7 +99,7 @@ def declared_samples(fleet: Fleet) -> int:
     return profile_in(fleet).samples
 
 
-def test_a_refused_answer_is_an_event_and_its_training_does_not_count(fleet: Fleet, tmp_path: Path) -> None:
+def test_refused_answer_is_event_and_its_training_does_not_count(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
     events = EventLog()
     with make_device(fleet, tmp_path, events, link=stubborn_link(fleet.api, "bad-value", 1)) as device:

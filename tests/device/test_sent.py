@@ -119,7 +119,7 @@ def test_what_cannot_be_recorded_is_not_sent(fleet: Fleet, tmp_path: Path, monke
         assert [answer.outcome for answer in answers(device)] == ["received"]
 
 
-def test_a_decline_that_cannot_be_recorded_says_nothing_of_the_data(
+def test_decline_that_cannot_be_recorded_says_nothing_of_data(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*given: Any) -> None:
@@ -146,7 +146,7 @@ def test_a_killed_device_finds_its_entry_and_completes_it(fleet: Fleet, tmp_path
         assert [answer.outcome for answer in answers(device)] == ["received"]
 
 
-def test_a_private_device_records_what_it_sends_and_not_what_it_has(tmp_path: Path) -> None:
+def test_private_device_records_what_it_sends_not_what_it_has(tmp_path: Path) -> None:
     fleet = PrivateFleet()
     given: dict[str, Any] = {"worker": RowsWorker, "device_id": "d", "export": "never"}
     device = open_device(server=MemoryLink(fleet.api), state_dir=tmp_path, **given)
@@ -162,7 +162,7 @@ def test_a_private_device_records_what_it_sends_and_not_what_it_has(tmp_path: Pa
 # --- allow
 
 
-def test_a_withdrawn_column_is_not_in_the_next_answer_and_the_server_is_told(fleet: Fleet, tmp_path: Path) -> None:
+def test_withdrawn_column_leaves_next_answer_and_server_is_told(fleet: Fleet, tmp_path: Path) -> None:
     with make_device(fleet, tmp_path) as device:
         device.step(0)
         device.allow = ("features", "logits", "labels")
@@ -193,9 +193,7 @@ def test_allow_cannot_be_widened_while_the_device_is_open(fleet: Fleet, tmp_path
         assert device.allow == ("features",)
 
 
-def test_a_run_that_needs_a_withdrawn_column_stops_the_device_with_a_clear_refusal(
-    fleet: Fleet, tmp_path: Path
-) -> None:
+def test_run_needing_withdrawn_column_stops_device_with_refusal(fleet: Fleet, tmp_path: Path) -> None:
     with make_device(fleet, tmp_path) as device:
         device.step(0)
         device.allow = ("features", "logits")
@@ -205,7 +203,7 @@ def test_a_run_that_needs_a_withdrawn_column_stops_the_device_with_a_clear_refus
             assert refusal.value.code == "column-not-allowed"
 
 
-def test_a_stored_answer_with_a_withdrawn_column_is_dropped_and_its_ask_declined(fleet: Fleet, tmp_path: Path) -> None:
+def test_withdrawn_column_drops_stored_answer_and_declines_ask(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
     events = EventLog()
     with make_device(fleet, tmp_path, events, link=FaultyLink(MemoryLink(fleet.api), lost("upload_status"))) as device:
@@ -225,7 +223,7 @@ def test_a_stored_answer_with_a_withdrawn_column_is_dropped_and_its_ask_declined
     assert not fleet.store.asks.uploads(RUN)
 
 
-def test_a_restart_with_fewer_columns_drops_the_stored_answer_too(fleet: Fleet, tmp_path: Path) -> None:
+def test_restart_with_fewer_columns_drops_stored_answer(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
     crashing = make_device(fleet, tmp_path, link=crashing_link(fleet.api, "before sending"))
     with pytest.raises(Crash):
@@ -238,7 +236,7 @@ def test_a_restart_with_fewer_columns_drops_the_stored_answer_too(fleet: Fleet, 
     assert not fleet.store.asks.uploads(RUN)
 
 
-def test_columns_withdrawn_by_another_thread_during_training_do_not_leave(fleet: Fleet, tmp_path: Path) -> None:
+def test_columns_withdrawn_during_training_do_not_leave(fleet: Fleet, tmp_path: Path) -> None:
     """The answer is computed with the columns of before, and checked against those of after."""
 
     def withdraw(event: Any) -> None:

@@ -100,7 +100,7 @@ def readme_example() -> str:
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_the_example_of_the_readme_without_a_traceback(tmp_path: Path) -> None:
+def test_ctrl_c_ends_readme_example_without_traceback(tmp_path: Path) -> None:
     script = tmp_path / "app.py"
     log = "import logging, sys\nlogging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
     script.write_text(log + readme_example().replace("127.0.0.1:50051", f"127.0.0.1:{free_port()}"))
@@ -143,7 +143,7 @@ class PressingLink(LyingLink):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_ends_run_like_stop_and_the_device_can_be_used_again(tmp_path: Path) -> None:
+def test_ctrl_c_ends_run_like_stop_and_device_is_usable_again(tmp_path: Path) -> None:
     link = PressingLink("check_in")
     device, events = device_at(link, tmp_path)
     with device:
@@ -181,7 +181,7 @@ def test_a_second_ctrl_c_while_the_device_leaves_is_silent(tmp_path: Path) -> No
     device_at(LyingLink(), tmp_path)[0].close()  # the state directory is free
 
 
-def test_a_first_ctrl_c_while_the_device_leaves_is_raised_when_it_is_closed(tmp_path: Path) -> None:
+def test_first_ctrl_c_while_device_leaves_is_raised_at_close(tmp_path: Path) -> None:
     device, _ = device_at(PressingLink("leave"), tmp_path)
     with pytest.raises(KeyboardInterrupt) as error, device:
         device.run()
@@ -189,9 +189,7 @@ def test_a_first_ctrl_c_while_the_device_leaves_is_raised_when_it_is_closed(tmp_
     device_at(LyingLink(), tmp_path)[0].close()  # the state directory is free
 
 
-def test_ctrl_c_in_the_constructor_is_raised_at_its_end_and_frees_the_state_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_constructor_raises_ctrl_c_at_end_and_frees_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def press(*_: Any) -> bool:
         signal.raise_signal(signal.SIGINT)
         return True

@@ -194,7 +194,7 @@ PAPERS = [page for page in METHODS if page != "fedavg"]
 
 
 @pytest.mark.parametrize("page", PAPERS)
-def test_the_steps_of_a_round_are_functions_of_the_methods_halves(page: str) -> None:
+def test_round_steps_are_functions_of_the_methods_halves(page: str) -> None:
     halves = "\n".join(
         text for path, text in _SOURCES.items() if "methods" in path.parts and page.split("_")[0] in path.as_posix()
     )
@@ -268,7 +268,7 @@ def test_architecture_has_the_files_of_a_traced_round() -> None:
     assert len(_text("docs/explanation/architecture.md").split()) <= 1500
 
 
-def test_the_sdk_page_has_every_argument_column_event_error_and_file() -> None:
+def test_sdk_page_has_every_argument_column_event_error_and_file() -> None:
     page = "docs/reference/device.md"
     arguments = inspect.signature(fleetdistill.Device).parameters
     listed = [row[0].strip("`") for row in _rows(_section(page, "Arguments of `Device`")) if len(row) == 3]

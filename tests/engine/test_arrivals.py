@@ -52,7 +52,7 @@ def config_of(devices: int) -> RunConfig:
 
 
 @pytest.mark.parametrize(("count", "waiting"), [(5, 0), (MAX_ROWS + 6, 1)])
-def test_the_first_device_is_the_last_to_answer_and_all_others_are_prepared_before(
+def test_all_others_are_prepared_before_first_device_answers(
     count: int, waiting: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With more devices than the engine looks up at once, an answer may wait for one more arrival."""

@@ -151,7 +151,7 @@ def cohorts(config: RunConfig, away: set[int], dies_in: int = 0) -> list[list[st
 BOTH, ONE = ["d0", "d1"], ["d0"]
 
 
-def test_a_device_that_answers_again_is_asked_in_every_round_again() -> None:
+def test_device_that_answers_again_is_asked_in_every_round_again() -> None:
     assert cohorts(config_for(), away={1, 2}) == [BOTH, BOTH, ONE, BOTH, BOTH, BOTH]
 
 
@@ -160,5 +160,5 @@ def test_who_is_left_out_survives_the_death_of_the_engine(dies_in: int) -> None:
     assert cohorts(config_for(), away={1, 2, 4}, dies_in=dies_in) == [BOTH, BOTH, ONE, BOTH, ONE, ONE]
 
 
-def test_a_device_without_which_there_is_no_quorum_is_asked_all_the_same() -> None:
+def test_device_needed_for_quorum_is_always_asked() -> None:
     assert cohorts(config_for(quorum=1.0, rounds=2), away={1, 2, 3}) == [BOTH] * 5

@@ -101,9 +101,7 @@ def used_of(store: Store, device: str) -> list[tuple[int, str]]:
     return [(row.round, row.status) for row in store.asks.uploads(RUN) if row.device == device]
 
 
-def test_a_round_ends_at_k_answers_and_a_late_answer_counts_in_a_later_round(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_round_ends_at_k_answers_and_late_answer_counts_later(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[int] = []  # rows that FedDKC's predictor is trained on, by round
     train = Trainer.train_steps
 
@@ -140,7 +138,7 @@ def test_a_round_ends_after_t_seconds_with_one_answer(store: Store) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"staleness_limit": 2}, {"deadline_seconds": 5.0}])
-def test_an_ask_ends_at_its_deadline_and_at_the_limit_of_staleness(settings: dict[str, Any], store: Store) -> None:
+def test_ask_ends_at_its_deadline_and_at_staleness_limit(settings: dict[str, Any], store: Store) -> None:
     fleet = Fleet(store, patience=1000)
     fleet.on_wait = partial(fleet.clock.advance, 1.0)
     fleet.run(config_of(rounds=8, **settings))
@@ -185,7 +183,7 @@ def status_of_d2(fleet: Fleet) -> str:
     return ask.status
 
 
-def test_without_buffering_at_the_next_start_late_asks_are_settled(store: Store) -> None:
+def test_next_start_without_buffering_settles_late_asks(store: Store) -> None:
     fleet = Fleet(store, patience=1000)
 
     def stop() -> None:

@@ -207,7 +207,7 @@ def test_nothing_is_left_of_what_a_forgotten_device_sent(run: Halted, store: Sto
     assert_forgotten(run, store)
 
 
-def test_nothing_is_left_in_quarantine_or_of_uploads_and_writes_that_broke_off(run: Halted, store: Store) -> None:
+def test_forgetting_clears_quarantine_broken_uploads_and_writes(run: Halted, store: Store) -> None:
     sent = next(row for row in store.asks.uploads(RUN) if row.device == run.device and row.step == "summarise")
     lost = [sent.sha256, told_with_the_part(run, store)[0].payload]
     for sha256 in lost:
@@ -240,7 +240,7 @@ def test_figures_by_class_go_and_the_others_stay(run: Halted, store: Store) -> N
     assert all(by_class == {"3": (1, 2)} for by_class in kept)
 
 
-def test_another_device_whose_receipt_was_lost_gets_it_all_the_same(run: Halted, store: Store) -> None:
+def test_other_device_with_lost_receipt_still_gets_it(run: Halted, store: Store) -> None:
     """It says which question it has answered; the answer is in the round's result."""
     upload = next(row for row in store.asks.uploads(RUN) if row.device != run.device and row.status == "used")
     ask = store.asks.get(RUN, upload.round, upload.step_number, upload.device)
@@ -291,7 +291,7 @@ def test_an_engine_that_is_killed_forgets_before_its_next_round(run: Halted, sto
     assert_forgotten(run, store)
 
 
-def test_while_a_backup_is_made_it_is_not_done_and_the_next_call_does_it(
+def test_forgetting_waits_for_backup_and_next_call_does_it(
     run: Halted, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forgetting, "WAIT_SECONDS", 0.0)
@@ -359,7 +359,7 @@ def test_who_asks_at_the_very_end_of_a_run_is_heard(run: Halted, store: Store, m
     assert_forgotten(run, store)
 
 
-def test_a_device_of_a_run_that_is_over_is_forgotten_at_once_though_it_is_served(run: Halted, store: Store) -> None:
+def test_served_device_of_ended_run_is_forgotten_at_once(run: Halted, store: Store) -> None:
     assert not ask_to_forget(store, RUN, run.device, served=True), "while it runs this is for the engine to do"
     store.runs.set_status(RUN, RunStatus.FINISHED, "")
     assert ask_to_forget(store, RUN, run.device, served=True)
@@ -369,7 +369,7 @@ def test_a_device_of_a_run_that_is_over_is_forgotten_at_once_though_it_is_served
 # --- who else works on the run
 
 
-def test_a_device_that_an_engine_was_to_forget_is_forgotten_as_the_run_is_cancelled(run: Halted, store: Store) -> None:
+def test_device_to_forget_is_forgotten_as_run_is_cancelled(run: Halted, store: Store) -> None:
     assert not ask_to_forget(store, RUN, run.device, served=True)
     assert LocalStore(run.directory).change(RUN, RunStatus.CANCELLED).status == "cancelled"
     assert_forgotten(run, store)
@@ -410,7 +410,7 @@ def test_two_commands_at_once_undo_nothing_of_each_other(
     second.close()
 
 
-def test_an_engine_that_starts_while_a_command_works_does_the_forgetting(
+def test_engine_starting_while_command_works_does_the_forgetting(
     run: Halted, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, engines = run.open(), list[Engine]()
@@ -428,9 +428,7 @@ def test_an_engine_that_starts_while_a_command_works_does_the_forgetting(
     opened.close()
 
 
-def test_an_engine_that_read_its_state_before_a_command_changed_it_takes_up_the_new_one(
-    run: Halted, store: Store
-) -> None:
+def test_engine_takes_up_state_changed_by_command_after_reading(run: Halted, store: Store) -> None:
     """The command looked for a server just before there was one."""
     opened = run.open()
     engine = run.engine(opened)
@@ -442,7 +440,7 @@ def test_an_engine_that_read_its_state_before_a_command_changed_it_takes_up_the_
     opened.close()
 
 
-def test_while_a_round_is_open_that_a_server_works_on_it_is_not_done(run: Halted, store: Store) -> None:
+def test_forgetting_waits_while_server_works_on_open_round(run: Halted, store: Store) -> None:
     number = store.runs.start_round(RUN, run.others())
     assert not ask_to_forget(store, RUN, run.device, served=True)
     assert_still_to_forget(run, store)
@@ -450,7 +448,7 @@ def test_while_a_round_is_open_that_a_server_works_on_it_is_not_done(run: Halted
 
 
 @pytest.mark.parametrize("status", ["running", "stopped"])
-def test_a_round_that_a_server_left_open_is_closed_as_a_short_one(status: str, run: Halted, store: Store) -> None:
+def test_round_left_open_by_server_is_closed_as_short(status: str, run: Halted, store: Store) -> None:
     left = run.engine(store)
     number = store.runs.start_round(RUN, sorted([run.device, *run.others()]))
     write_asks(store, number, run.device, *run.others(), run=RUN)
@@ -482,7 +480,7 @@ def test_a_round_that_an_engine_took_up_meanwhile_stays_open(
     store.runs.assert_owner(RUN, engines[0].token)
 
 
-def test_what_a_method_notes_is_written_with_its_state_and_not_before(
+def test_method_notes_are_written_with_state_and_not_before(
     run: Halted, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forget(method: ClassStatsServer, device: str, notes: Notes) -> None:
@@ -548,7 +546,7 @@ def joined(tmp_path: Path) -> Iterator[Joined]:
     store.close()
 
 
-def test_it_is_asked_no_more_within_the_round_though_it_calls_again(joined: Joined) -> None:
+def test_forgotten_device_is_not_asked_though_it_calls_again(joined: Joined) -> None:
     joined.forget()
     joined.api.heartbeat(service_pb2.HeartbeatRequest(identity=joined.identity))
     request = service_pb2.CheckInRequest(identity=joined.identity, profile=make_profile())
@@ -615,7 +613,7 @@ def test_of_other_devices_what_comes_too_late_is_left_to_a_sweep(
 
 
 @pytest.mark.parametrize("point", NAMED_LATER)
-def test_a_run_ends_the_same_though_all_is_deleted_that_nothing_needs_yet(
+def test_run_ends_the_same_though_all_unneeded_data_are_deleted(
     point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every other hit of a failpoint another process sweeps away what is about to be named."""

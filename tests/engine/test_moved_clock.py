@@ -69,7 +69,7 @@ class Waits:
 
 
 @both_ways
-def test_a_deadline_passes_when_it_should_though_the_clock_was_set(by: float) -> None:
+def test_deadline_passes_on_time_though_clock_was_set(by: float) -> None:
     store, clock = Store.in_memory(), MovedClock()
     store.asks.clock = clock.clock()
     waits = Waits(store, clock, by)
@@ -81,7 +81,7 @@ def test_a_deadline_passes_when_it_should_though_the_clock_was_set(by: float) ->
     store.close()
 
 
-def test_a_clock_set_back_while_the_engine_was_away_costs_one_deadline_at_most() -> None:
+def test_clock_set_back_while_engine_was_away_costs_one_deadline() -> None:
     store, clock = Store.in_memory(), MovedClock()
     store.asks.clock = clock.clock()
     waits = Waits(store, clock, -HOUR, dies=True)

@@ -259,9 +259,7 @@ def test_a_device_that_knows_no_proxy_sets_is_refused(opened: tuple[Store, Devic
         api.check_in(service_pb2.CheckInRequest(identity=make_identity("d", b"", RUN), profile=profile))
 
 
-def test_a_run_that_is_started_again_with_another_proxy_set_is_refused(
-    fleet: Prepared, opened: tuple[Store, DeviceApi, bytes]
-) -> None:
+def test_run_restarted_with_other_proxy_set_is_refused(fleet: Prepared, opened: tuple[Store, DeviceApi, bytes]) -> None:
     store, _, digest = opened
     file = Path(fleet[0].proxy.data)
     with np.load(file) as arrays:
@@ -338,7 +336,7 @@ def test_knowledge_about_the_proxy_set_that_fits_is_taken(columns: tuple[str, ..
         ((), {"valid": False, "embeddings": None}, "tensor 'knowledge/logits' is not part of the contract"),
     ],
 )
-def test_knowledge_about_the_proxy_set_that_does_not_fit_is_refused(
+def test_knowledge_that_does_not_fit_proxy_set_is_refused(
     columns: tuple[str, ...], changes: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(RefusedError, match=sentence):
@@ -358,7 +356,7 @@ def test_a_proxy_set_never_leaves_a_device() -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=8, max_size=60), st.integers(0, 4))
-def test_proxy_rows_are_the_last_of_each_class_and_the_rest_is_the_rest(labels: list[int], per_class: int) -> None:
+def test_proxy_rows_are_last_of_each_class_and_others_are_left(labels: list[int], per_class: int) -> None:
     y = np.array(labels)
     pools = [np.flatnonzero(y == label) for label in np.unique(y)]
     if per_class >= min(map(len, pools)):

@@ -124,7 +124,7 @@ def test_a_damaged_answer_is_reported_and_its_device_asked_again(fleet: Fleet, n
     assert_no_upload_lost(fleet.store, {receipt.id for device in fleet.devices for receipt in device.receipts}, RUN)
 
 
-def test_an_answer_that_is_damaged_after_it_was_read_early_is_asked_again(fleet: Fleet) -> None:
+def test_answer_damaged_after_early_read_is_asked_again(fleet: Fleet) -> None:
     """The engine checks d1's answer while it waits for d0, and again when it uses it."""
     both = fleet.devices
 
@@ -150,7 +150,7 @@ def test_an_undamaged_run_quarantines_nothing(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("point", ["before-move", "after-move", "after-commit"])
-def test_an_engine_that_fails_in_the_middle_ends_where_an_undisturbed_one_does(fleet: Fleet, point: str) -> None:
+def test_engine_failing_in_the_middle_ends_like_undisturbed_one(fleet: Fleet, point: str) -> None:
     damage_first_answer_of_round_2(fleet, flip_a_bit)
     with failpoints.switched_on(f"engine.quarantine.{point}=error"), pytest.raises(OSError, match="a failpoint"):
         fleet.run()
@@ -162,7 +162,7 @@ def test_an_engine_that_fails_in_the_middle_ends_where_an_undisturbed_one_does(f
     assert_no_upload_lost(fleet.store, {receipt.id for device in fleet.devices for receipt in device.receipts}, RUN)
 
 
-def test_an_answer_that_was_read_before_a_crash_is_verified_again_after_it(fleet: Fleet) -> None:
+def test_answer_read_before_crash_is_verified_again_after_it(fleet: Fleet) -> None:
     class Crash(Exception):
         pass
 
@@ -214,7 +214,7 @@ def test_taking_back_twice_is_once(fleet: Fleet) -> None:
     assert fleet.store.asks.next_open(RUN, "d0") is not None
 
 
-def test_the_old_attempt_has_no_receipt_until_its_data_are_there_again(fleet: Fleet) -> None:
+def test_old_attempt_has_no_receipt_until_its_data_are_back(fleet: Fleet) -> None:
     upload = answered_round(fleet)
     device = fleet.devices[0]
     name = service_pb2.UploadName(round=1, step_number=1, attempt=1)
@@ -291,7 +291,7 @@ class Declining(ParrotDevice):
             return service_pb2.Receipt()
 
 
-def test_what_the_fleet_is_asked_with_is_mended_after_a_round_that_failed_of_it(fleet: Fleet) -> None:
+def test_damaged_question_is_mended_after_the_round_it_failed(fleet: Fleet) -> None:
     """The engine wrote the payload itself, and asks with the same one again: its state is that of before."""
     fleet.devices = [Declining(MemoryLink(fleet.api), RUN, name) for name in DEVICES]
     damaged: list[bytes] = []
@@ -326,7 +326,7 @@ def test_what_devices_cannot_fetch_is_told_once(fleet: Fleet) -> None:
     assert (event.round, ask.payload.hex() in event.text) == (1, True)
 
 
-def test_a_lost_payload_that_a_replay_makes_otherwise_puts_its_device_out_not_the_run(fleet: Fleet) -> None:
+def test_lost_payload_changed_by_replay_costs_device_not_run(fleet: Fleet) -> None:
     answered_round(fleet)
     ask = fleet.store.asks.get(RUN, 1, 1, "d1")
     assert ask is not None
@@ -346,9 +346,7 @@ def test_a_lost_payload_that_a_replay_makes_otherwise_puts_its_device_out_not_th
     assert fleet.store.runs.existing(RUN).status == "finished"
 
 
-def test_a_payload_that_is_deleted_before_it_is_asked_with_is_made_again(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_payload_deleted_before_its_ask_is_made_again(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep of another process looked at its age just before it was put again."""
     put = fleet.store.blobs.put
     written: list[bytes] = []
@@ -387,7 +385,7 @@ class Answering:
 
 
 @pytest.mark.parametrize("wanted", [0, 2])
-def test_who_is_out_when_a_round_is_played_again_is_not_in_its_later_steps(tmp_path: Path, wanted: int) -> None:
+def test_device_out_at_replay_of_round_is_not_in_later_steps(tmp_path: Path, wanted: int) -> None:
     """d1's answer to the first step is lost after its deadline; its answer to the second one is there."""
     store = Store.open(tmp_path / "store")
     store.runs.begin(RUN, {})
@@ -437,9 +435,7 @@ def test_damaged_initial_weights_are_made_again_from_the_seed(fleet: Fleet, name
     assert fleet.store.blobs.open(sha256, verify=True).sha256 == sha256
 
 
-def test_initial_weights_that_cannot_be_made_again_end_the_engine_with_a_sentence(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_initial_weights_that_cannot_be_remade_end_engine(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     answered_round(fleet)
     flip_a_bit(fleet.blob(fleet.api.sessions.contract(RUN).initial_weights))
     monkeypatch.setattr(FedAvgServer, "initial", lambda self: None)
@@ -479,9 +475,7 @@ def test_a_run_keeps_the_extractor_file_that_it_began_with(fleet: Fleet, monkeyp
     assert not fleet.store.blobs.has(encode({"extractor": OTHER}).sha256)
 
 
-def test_an_extractor_file_that_cannot_be_made_again_ends_the_engine(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extractor_file_that_cannot_be_remade_ends_engine(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     give_extractor(monkeypatch, FILE)
     answered_round(fleet)
     flip_a_bit(fleet.blob(fleet.api.sessions.contract(RUN).extractor_file))
@@ -511,7 +505,7 @@ class NotingLink(MemoryLink):
 
 
 @pytest.mark.slow
-def test_a_device_of_the_sdk_answers_anew_from_the_state_that_it_has(tmp_path: Path) -> None:
+def test_sdk_device_answers_anew_from_its_present_state(tmp_path: Path) -> None:
     config, specs, work = prepare(replace(SMALL, method="fedavg"), tmp_path / "work")
     store = Store.open(work / "store")
     api = DeviceApi(store)

@@ -171,7 +171,7 @@ def run_sdk_fleet(work: Path, blows_at: int = -1) -> tuple[Store, int]:
     return store, fuse.touched
 
 
-def test_a_fleet_of_sdk_devices_survives_the_death_of_its_engine_at_every_wait(tmp_path: Path) -> None:
+def test_sdk_fleet_survives_death_of_engine_at_every_wait(tmp_path: Path) -> None:
     expected, steps = run_sdk_fleet(tmp_path / "undisturbed")
     assert steps > 6
     for moment in range(1, steps + 1):
@@ -182,7 +182,7 @@ def test_a_fleet_of_sdk_devices_survives_the_death_of_its_engine_at_every_wait(t
         store.close()
 
 
-def test_devices_that_are_restarted_in_every_round_change_nothing(tmp_path: Path) -> None:
+def test_devices_restarted_in_every_round_change_nothing(tmp_path: Path) -> None:
     expected, _ = run_sdk_fleet(tmp_path / "undisturbed")
     config, specs, _ = prepare(TINY, tmp_path / "restarted")
     store = Store.in_memory()
@@ -305,7 +305,7 @@ def test_two_runs_of_one_seed_do_not_take_each_others_checkpoint() -> None:
     assert store.blobs.get_state(ours.checkpoint)
 
 
-def test_a_device_whose_round_is_over_when_it_downloads_stays_in_the_run(tmp_path: Path) -> None:
+def test_device_downloading_after_round_end_stays_in_run(tmp_path: Path) -> None:
     config, specs, _ = prepare(TINY, tmp_path / "work")
     store = Store.in_memory()
     refused: list[bytes] = []
@@ -428,7 +428,7 @@ def test_a_device_that_comes_ends_the_pause() -> None:
     assert store.runs.rounds(RUN)[12].cohort == ["d0", "d1", "d2"]
 
 
-def test_a_simulation_ends_after_so_many_short_rounds_with_a_sentence() -> None:
+def test_simulation_ends_with_sentence_after_many_short_rounds() -> None:
     drive = failing()
     engine = Engine(drive.store, config_for(), drive, max_short_rounds=5)
     with pytest.raises(RunError, match="5 rounds in a row fell short of the quorum; run `fleetdistill"):
@@ -458,7 +458,7 @@ def test_the_number_of_short_rounds_outlives_the_engine() -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_disk_that_is_full_at_any_step_ends_the_engine_as_such_and_the_next_one_goes_on() -> None:
+def test_full_disk_at_any_step_ends_engine_and_next_one_goes_on() -> None:
     """Only then does the supervisor know that it is no failure."""
 
     class Full(Fuse):
@@ -491,7 +491,7 @@ def assert_no_round_is_short(store: Store) -> None:
     assert "short" not in [row.status for row in store.runs.rounds(RUN)]
 
 
-def test_a_round_asks_more_devices_than_it_wants_and_ends_with_enough_answers() -> None:
+def test_round_asks_extra_devices_and_ends_with_enough_answers() -> None:
     """Of four devices three are asked for two answers; whoever has not answered by then is out, and loses nothing."""
     store = Store.in_memory()
     drive = Drive(answering(store, 4), on_wait=lambda: assert_no_round_is_short(store))
@@ -551,7 +551,7 @@ def test_the_quorum_counts_the_devices_that_a_round_wants() -> None:
     assert [row.status for row in store.runs.rounds(RUN)] == ["closed"] * ROUNDS
 
 
-def test_the_end_result_goes_to_devices_that_the_last_round_did_not_ask() -> None:
+def test_end_result_goes_to_devices_not_asked_in_last_round() -> None:
     class Telling(Adding):
         async def finish(self, cohort: Cohort) -> None:
             told.extend(cohort.remaining)

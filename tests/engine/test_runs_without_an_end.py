@@ -192,7 +192,7 @@ def test_an_idle_run_computes_nothing_and_writes_nothing(caplog: pytest.LogCaptu
     assert fleet.store.runs.existing(RUN).status == "running"
 
 
-def test_a_method_that_always_has_something_to_do_goes_on_until_it_is_stopped() -> None:
+def test_method_with_endless_work_goes_on_until_stopped() -> None:
     class Always(Keeping):
         def is_due(self, present: Mapping[str, str]) -> bool:
             return ServerMethod.is_due(self, present)
@@ -217,7 +217,7 @@ def test_a_newcomer_is_asked_and_nobody_else() -> None:
     assert method.parts == hexed(d0=b"first", d1=b"first", d2=b"its own")
 
 
-def test_a_device_with_other_rows_is_asked_again_and_one_that_only_comes_back_is_not() -> None:
+def test_device_is_asked_again_for_other_rows_not_for_returning() -> None:
     fleet = Fleet()
 
     def back() -> None:
@@ -255,7 +255,7 @@ def test_a_device_is_forgotten_while_nothing_is_due() -> None:
 # --- who must be there
 
 
-def test_the_first_round_waits_for_min_devices_and_later_ones_for_one() -> None:
+def test_first_round_waits_for_min_devices_and_others_for_one() -> None:
     fleet = Fleet(1)
     fleet.play(
         lambda: fleet.come("d1", b"first"),
@@ -266,7 +266,7 @@ def test_the_first_round_waits_for_min_devices_and_later_ones_for_one() -> None:
     assert fleet.asked() == [["d0", "d1"], ["d2"]]
 
 
-def test_a_method_that_asks_everybody_always_waits_for_min_devices() -> None:
+def test_method_asking_everybody_always_waits_for_min_devices() -> None:
     class Everybody(Keeping):
         picks_devices = False
 
@@ -320,7 +320,7 @@ def with_a_hasty_device(fuse: Fuse) -> Fleet:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_an_engine_that_dies_at_any_step_never_takes_old_rows_for_new_ones() -> None:
+def test_engine_dying_at_any_step_never_takes_old_rows_for_new() -> None:
     """A replayed round sees the versions of its start, though a device has others by now."""
     undisturbed = Fuse()
     with_a_hasty_device(undisturbed)
@@ -380,7 +380,7 @@ def test_rounds_that_nobody_answers_come_ever_more_rarely() -> None:
 
 
 @pytest.mark.slow
-def test_an_engines_process_is_killed_goes_on_and_ends_well_when_it_is_stopped(tmp_path: Path) -> None:
+def test_killed_engine_process_goes_on_and_ends_well_at_stop(tmp_path: Path) -> None:
     """FedAvg, which always has something to do, so there are rounds to be killed in."""
     config, specs, work = prepare(replace(SMALL, method="fedavg"), tmp_path / "work")
     config = config.model_copy(update={"run": config.run.model_copy(update={"rounds": 0})})

@@ -78,9 +78,7 @@ def assert_same(first: ServerMethod, second: ServerMethod) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_every_method_that_trains_on_the_server_begins_with_its_own_kind(
-    store: Store, tmp_path: Path, name: str
-) -> None:
+def test_methods_training_on_server_begin_with_their_own_kind(store: Store, tmp_path: Path, name: str) -> None:
     first = config_of(name, tmp_path / "work", name="first")
     before = play(store, first)
     second = with_run(first, name="second", start_from="first", seed=99)

@@ -296,7 +296,7 @@ def test_a_run_completes_whatever_one_of_its_devices_does(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_round_that_falls_short_over_the_wire_is_closed_as_such(tmp_path: Path) -> None:
+def test_short_round_over_the_wire_is_closed_as_short(tmp_path: Path) -> None:
     """Two of three must answer and one does: its upload is reported with the reason, and the next round counts."""
     store = Store.open(tmp_path / "store")
     front_ends, (engine_ends,) = make_ends()

@@ -42,7 +42,7 @@ def poisoned(payload: Any, fits: Callable[[str], bool]) -> Callable[[str], Parts
 
 
 @pytest.mark.parametrize("name", long_except(sorted(METHODS), "classstats", "fedavg", "feddkc"))
-def test_an_ask_that_cannot_be_encoded_costs_a_round_and_not_the_run(
+def test_ask_that_cannot_be_encoded_costs_a_round_not_the_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In round 1 nobody's can, in round 2 all but one device's: of two the quorum wants both, so both fall short."""
@@ -129,7 +129,7 @@ def state_of(store: Store) -> dict[str, Any]:
     return state
 
 
-def test_features_as_large_as_the_wire_goes_do_not_end_a_feddkc_run() -> None:
+def test_largest_features_of_the_wire_do_not_end_feddkc_run() -> None:
     store = Store.in_memory()
     asyncio.run(Engine(store, config_for(), fleet(store, AnsweringDevice, AnsweringDevice, Loud)).run())
     assert [row.status for row in store.runs.rounds(RUN)] == ["closed"] * 3

@@ -45,7 +45,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.mark.parametrize("point", ["front.commit.before", "front.commit.after"])
-def test_a_commit_that_fails_in_an_unforeseen_way_is_told_to_all_and_the_next_goes_on(
+def test_unforeseen_commit_error_is_told_to_all_and_next_works(
     store: Store, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     fails = [point]
@@ -126,7 +126,7 @@ def test_files_that_are_none_of_ours_do_not_end_the_sweeps(store: Store, tmp_pat
 # --- the front's pools
 
 
-def test_uploads_that_hold_all_their_threads_hold_up_no_other_call() -> None:
+def test_uploads_holding_all_their_threads_block_no_other_call() -> None:
     began, go_on = threading.Event(), threading.Event()
 
     class SlowUploads:
@@ -186,7 +186,7 @@ def test_a_download_that_is_closed_at_its_header_is_counted() -> None:
 # --- waking devices
 
 
-def test_a_wake_up_of_few_devices_is_not_delayed_for_the_sake_of_those_that_wait_on(
+def test_wake_up_of_few_devices_is_not_delayed_for_waiting_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     devices = 300

@@ -226,7 +226,7 @@ def test_a_lost_wake_up_costs_little_time(client: Client, store: Store) -> None:
     assert time.monotonic() - started < LONG_WAIT / 2
 
 
-def test_a_device_that_asks_again_is_woken_although_its_first_call_was_cut(client: Client, store: Store) -> None:
+def test_device_asking_again_is_woken_though_first_call_was_cut(client: Client, store: Store) -> None:
     first = client.start_next_ask(LONG_WAIT)
     time.sleep(0.3)
     second = client.start_next_ask(LONG_WAIT)
@@ -260,7 +260,7 @@ def test_a_device_that_waits_for_work_is_not_taken_for_gone(tmp_path: Path) -> N
     store.close()
 
 
-def test_a_silent_device_is_gone_and_comes_back_with_its_next_call(tmp_path: Path) -> None:
+def test_silent_device_is_gone_and_returns_with_its_next_call(tmp_path: Path) -> None:
     store = prepare_store(tmp_path)
     with live_front(tmp_path, lease_seconds=0.5) as front, client_of(front) as client:
         client.check_in()
@@ -347,7 +347,7 @@ def hold() -> Iterator[Any]:
     yield from ()
 
 
-def test_an_upload_that_goes_on_elsewhere_than_it_stopped_is_told_so(client: Client, store: Store) -> None:
+def test_upload_resumed_at_wrong_byte_is_told_so(client: Client, store: Store) -> None:
     name, payload = ask(store, client), make_payload()
     with refused() as result:
         client.upload(name, payload, first_byte=8)
@@ -426,7 +426,7 @@ def test_an_upload_over_the_limit_is_refused_before_its_data(client: Client, sto
     assert str(payload.data_bytes) in result[0].text
 
 
-def test_a_header_that_names_more_than_any_machine_holds_is_refused(client: Client, store: Store) -> None:
+def test_header_naming_more_than_any_machine_holds_is_refused(client: Client, store: Store) -> None:
     name, payload = ask(store, client), make_payload()
     payload.parts.parts[0].sample_knowledge.logits.shape[0] = 1 << 60
     with refused() as result:

@@ -128,7 +128,7 @@ def test_a_place_is_given_back_once() -> None:
 
 
 @pytest.mark.parametrize("limits", [Limits(bytes_in_flight_per_device=100), Limits(bytes_in_flight=100)])
-def test_bytes_under_way_are_bounded_but_one_upload_may_always_come(limits: Limits) -> None:
+def test_bytes_under_way_are_bounded_but_one_upload_may_come(limits: Limits) -> None:
     limiter = Limiter(limits)
     large = limiter.hold_bytes(ONE, 1000)
     too_many(limiter.hold_bytes, ONE, 1)
@@ -169,7 +169,7 @@ def test_all_devices_together_have_their_uploads_of_an_hour_too() -> None:
     limiter.begin_upload(OTHER)
 
 
-def test_enrolments_are_bounded_at_once_and_in_a_minute_for_all_strangers_together() -> None:
+def test_stranger_enrolments_are_bounded_at_once_and_per_minute() -> None:
     clock = Clock()
     limiter = Limiter(Limits(enrolments_at_once=2, enrolments_per_minute=3), clock)
     first, second = limiter.begin_enrolment(), limiter.begin_enrolment()
@@ -230,7 +230,7 @@ async def _paced(sizes: list[int], pause: float) -> AsyncIterator[int]:
         yield size
 
 
-def test_a_stream_that_brings_enough_may_take_as_long_as_it_wants() -> None:
+def test_stream_that_brings_enough_may_take_any_time() -> None:
     assert take_all(_paced([10] * 8, 0.05), 0.2, 10) == [10] * 8
 
 
@@ -410,7 +410,7 @@ def test_a_device_goes_on_with_a_download_that_was_too_slow(
 
 
 @pytest.mark.long
-def test_refusals_of_a_device_are_noted_up_to_a_bound_and_then_counted(client: Client, store: Store) -> None:
+def test_refusals_of_device_are_noted_up_to_bound_then_counted(client: Client, store: Store) -> None:
     for _ in range(10):
         with refused():
             client.upload(upload_name(10**6), make_payload())
@@ -467,7 +467,7 @@ def test_a_run_takes_so_many_devices_and_no_more() -> None:
     store.close()
 
 
-def test_new_ids_of_a_minute_are_bounded_for_one_address_and_for_all() -> None:
+def test_new_ids_per_minute_are_bounded_per_address_and_for_all() -> None:
     clock = Clock()
     limiter = Limiter(Limits(new_devices_per_minute=3, new_devices_per_minute_per_address=2), clock)
     limiter.begin_device("a")
@@ -558,7 +558,7 @@ def waiting_front(directory: Path) -> Iterator[LiveFront]:
         pytest.param(PREFACE, marks=pytest.mark.long, id="a preface"),
     ],
 )
-def test_a_thousand_connections_that_never_begin_do_not_stop_the_others(
+def test_thousand_never_begun_connections_do_not_stop_others(
     waiting_front: LiveFront, client: Client, first: bytes
 ) -> None:
     with connections(waiting_front.port, MANY, first) as made:
@@ -570,7 +570,7 @@ def test_a_thousand_connections_that_never_begin_do_not_stop_the_others(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_thousand_connections_that_never_call_do_not_stop_the_others(front: LiveFront, client: Client) -> None:
+def test_thousand_never_calling_connections_do_not_stop_others(front: LiveFront, client: Client) -> None:
     with connections(front.port, MANY, PREFACE + EMPTY_SETTINGS) as made:
         with client_of(front, client.device) as another:
             another.secret = client.secret
@@ -580,7 +580,7 @@ def test_a_thousand_connections_that_never_call_do_not_stop_the_others(front: Li
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_connection_that_answers_pings_but_never_calls_is_closed(front: LiveFront) -> None:
+def test_connection_that_answers_pings_but_never_calls_is_closed(front: LiveFront) -> None:
     states: list[grpc.ChannelConnectivity] = []
     with grpc.insecure_channel(f"127.0.0.1:{front.port}") as channel:
         channel.subscribe(states.append, try_to_connect=True)
@@ -601,7 +601,7 @@ def test_a_hundred_silent_uploads_hold_no_thread_of_the_pool(front: LiveFront, c
 
 
 @pytest.mark.slow
-def test_a_message_that_unpacks_to_too_much_is_refused_without_a_stack_trace(
+def test_message_unpacking_to_too_much_is_refused_without_trace(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     prepare_store(tmp_path / "store").close()
@@ -682,7 +682,7 @@ def secured(folder: Path, limits: Limits) -> Iterator[Secured]:
     store.close()
 
 
-def test_strangers_share_a_few_enrolments_which_cost_the_others_nothing(tmp_path: Path) -> None:
+def test_strangers_share_few_enrolments_at_no_cost_to_others(tmp_path: Path) -> None:
     limits = Limits(enrolments_at_once=2, enrolments_per_minute=4)
     with secured(tmp_path, limits) as world, world.front.anonymous(enrol=True) as channel:
         stub = enrolment_pb2_grpc.EnrolmentServiceStub(channel)
@@ -743,9 +743,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         pytest.param(HELLO, marks=pytest.mark.long, id="a hello"),
     ],
 )
-def test_a_thousand_connections_that_never_finish_their_handshake_do_not_stop_the_others(
-    world: Secured, port: str, first: bytes
-) -> None:
+def test_thousand_unfinished_handshakes_do_not_stop_others(world: Secured, port: str, first: bytes) -> None:
     with connections(getattr(world.front, port), MANY, first) as made:
         world.heartbeat()
         assert world.list_runs() == [RUN]
@@ -757,7 +755,7 @@ def test_a_thousand_connections_that_never_finish_their_handshake_do_not_stop_th
 
 @pytest.mark.slow
 @pytest.mark.parametrize("port", ["port", "enrol_port"])
-def test_an_address_keeps_few_connections_of_unknown_callers_and_the_known_stay(tmp_path: Path, port: str) -> None:
+def test_address_keeps_few_unknown_connections_and_known_stay(tmp_path: Path, port: str) -> None:
     limits = Limits(unknown_connections=80, unknown_connections_per_address=40, handshake_seconds=3600.0)
     with secured(tmp_path, limits) as world, world.front.channel(world.operator) as channel:
         runs = operations_pb2_grpc.OperationsServiceStub(channel)
@@ -800,7 +798,7 @@ def test_a_backup_that_nobody_takes_ends_and_blocks_no_other(tmp_path: Path) -> 
     assert (refusals[0].status, refusals[0].reason) == (grpc.StatusCode.ABORTED, "incomplete")
 
 
-def test_a_device_waits_as_long_as_it_is_told_and_keeps_its_answer(tmp_path: Path) -> None:
+def test_device_waits_as_long_as_told_and_keeps_its_answer(tmp_path: Path) -> None:
     class Busy:
         remote = False
 

@@ -127,7 +127,7 @@ def download(api: DeviceApi, payload: Payload, compressions: list[Any], first_by
 
 
 @pytest.mark.parametrize(("offered", "packed"), [([], False), ([9], False), ([ZSTD], True)])
-def test_a_download_is_packed_for_a_device_that_says_so_and_counted(offered: list[Any], packed: bool) -> None:
+def test_download_is_packed_for_device_that_says_so_and_counted(offered: list[Any], packed: bool) -> None:
     payload = question()
     api = asked(payload)
     chunks = list(download(api, payload, offered))

@@ -94,9 +94,7 @@ def health(port: int) -> tuple[int, str]:
 
 
 @pytest.mark.long
-def test_a_server_whose_database_is_away_says_so_everywhere_within_15_seconds(
-    own_server: Postgres, tmp_path: Path
-) -> None:
+def test_database_outage_is_said_everywhere_within_15_seconds(own_server: Postgres, tmp_path: Path) -> None:
     told = "fleetdistill.database is NOT_SERVING"
     with own_server.schema() as url:
         set_location(tmp_path, Location(database=url))
@@ -115,7 +113,7 @@ def test_a_server_whose_database_is_away_says_so_everywhere_within_15_seconds(
 
 
 @pytest.mark.long
-def test_a_server_of_one_run_outlives_its_database_and_says_so_once(own_server: Postgres, tmp_path: Path) -> None:
+def test_server_of_one_run_outlives_database_and_says_so_once(own_server: Postgres, tmp_path: Path) -> None:
     with own_server.schema() as url, serve(write_config(tmp_path, server_database=url)) as server:
         with AnsweringFleet(server.port(), "served", 2):
             store = Store.open(tmp_path / "store")

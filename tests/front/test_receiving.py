@@ -104,7 +104,7 @@ def test_a_request_that_is_too_large_for_its_method_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_health_is_watched_by_a_few_of_one_caller_and_not_by_all_its_streams(tmp_path: Path) -> None:
+def test_one_caller_watches_health_with_few_streams_only(tmp_path: Path) -> None:
     prepare_store(tmp_path / "store").close()
     limits = Limits(open_calls_per_device=2)
     with live_front(tmp_path / "store", limits=limits) as front, client_of(front) as client:
@@ -154,7 +154,7 @@ def test_a_request_of_the_largest_size_is_read() -> None:
     assert len(receive(Limits(), _these(b"x" * ENROLMENT_BYTES))) == ENROLMENT_BYTES == max_bytes(ENROL)
 
 
-def test_the_later_messages_of_an_upload_are_no_larger_than_a_chunk() -> None:
+def test_later_messages_of_upload_are_no_larger_than_a_chunk() -> None:
     result = []
 
     async def read() -> None:

@@ -14,7 +14,7 @@ from fleetdistill_server.front.strangers import Strangers
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="needs TCP_INFO, as on Linux")
-def test_the_longest_silent_connections_are_closed_whatever_their_file_numbers_are() -> None:
+def test_longest_silent_connections_are_closed_first() -> None:
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         strangers = Strangers(Limits(unknown_connections=8, unknown_connections_per_address=4))

@@ -74,7 +74,7 @@ def test_everything_is_processed_once_and_in_order(pool: ThreadPoolExecutor, cou
     assert result == list(range(count))
 
 
-def test_it_reads_on_while_a_message_is_processed_but_only_so_far(pool: ThreadPoolExecutor) -> None:
+def test_stream_reads_ahead_while_processing_only_up_to_a_limit(pool: ThreadPoolExecutor) -> None:
     begun, go_on = threading.Event(), threading.Event()
     source = Source(100 * AHEAD)
 
@@ -95,7 +95,7 @@ def test_it_reads_on_while_a_message_is_processed_but_only_so_far(pool: ThreadPo
     assert source.given == 100 * AHEAD
 
 
-def test_a_message_is_processed_at_once_although_no_other_follows(pool: ThreadPoolExecutor) -> None:
+def test_message_is_processed_at_once_even_if_none_follows(pool: ThreadPoolExecutor) -> None:
     done = threading.Event()
 
     async def stalled() -> AsyncIterator[int]:

@@ -151,7 +151,7 @@ def test_an_answer_beside_an_accepted_one_is_superseded(case: Case, moment: str,
     assert case.went_back
 
 
-def test_an_answer_that_breaks_the_contract_is_refused_with_its_code(case: Case) -> None:
+def test_answer_breaking_contract_is_refused_with_its_code(case: Case) -> None:
     class Labelling(SmallWorker):
         def answer(self, *given: Any) -> Any:
             work = super().answer(*given)
@@ -174,7 +174,7 @@ def test_an_accepted_answer_tells_its_receipt_and_its_tries(case: Case) -> None:
     assert case.events.of("answered").values == {"receipt": row.receipt, "tries": 1}
 
 
-def test_after_a_lost_connection_the_answer_goes_on_and_says_how_often_it_was_sent(case: Case) -> None:
+def test_answer_resumes_after_lost_connection_and_reports_tries(case: Case) -> None:
     def cut() -> None:
         raise LinkError("the cable was pulled")
 
@@ -190,7 +190,7 @@ def test_after_a_lost_connection_the_answer_goes_on_and_says_how_often_it_was_se
     assert len(case.uploads) == 1
 
 
-def test_a_server_that_no_longer_knows_the_device_does_not_cost_it_its_answer(case: Case) -> None:
+def test_answer_is_kept_when_server_no_longer_knows_device(case: Case) -> None:
     """Nothing is wrong with the answer: the app hears why, and it waits until the server knows the device again."""
     row: dict[str, Any] = {}
 
@@ -213,7 +213,7 @@ def test_a_server_that_no_longer_knows_the_device_does_not_cost_it_its_answer(ca
     assert case.events.of("answered").values["receipt"] == case.uploads[0].receipt
 
 
-def test_a_device_whose_acknowledged_answer_is_lost_on_the_server_hears_that_and_answers_anew(case: Case) -> None:
+def test_device_answers_anew_after_server_loses_its_answer(case: Case) -> None:
     with case.device() as device:
         device.step(0)
         case.open()
@@ -234,7 +234,7 @@ def test_a_device_whose_acknowledged_answer_is_lost_on_the_server_hears_that_and
     assert told == [first.receipt, second.receipt]
 
 
-def test_a_device_that_vanishes_and_comes_back_in_the_round_answers_once(case: Case) -> None:
+def test_device_that_vanishes_and_returns_in_round_answers_once(case: Case) -> None:
     """Its process dies after the receipt; another with the same identity takes over while the round is open."""
 
     class Death(BaseException):
@@ -258,7 +258,7 @@ def test_a_device_that_vanishes_and_comes_back_in_the_round_answers_once(case: C
     assert case.events.kinds().count("ask") == 1
 
 
-def test_a_lease_that_ended_during_the_work_closes_the_ask_for_this_round_only(case: Case) -> None:
+def test_lease_ending_during_work_closes_ask_for_this_round_only(case: Case) -> None:
     def lease_ends() -> None:
         case.store.devices.mark_absent(RUN, case.name, "lease ended")
 
@@ -274,7 +274,7 @@ def test_a_lease_that_ended_during_the_work_closes_the_ask_for_this_round_only(c
     assert len(case.uploads) == 1
 
 
-def test_an_upload_that_breaks_off_again_and_again_and_grows_each_time_is_not_given_up(case: Case) -> None:
+def test_upload_that_often_breaks_but_always_grows_is_continued(case: Case) -> None:
     """The server keeps what came; a slow device needs many streams for one answer, and computes it once."""
 
     class Short(Meddling):
@@ -306,7 +306,7 @@ def ask_something_else(case: Case, payload: Payload) -> None:
 
 
 @pytest.mark.parametrize("moment", ["", "between status and upload"])
-def test_an_answer_to_a_question_of_before_a_restore_is_not_taken_for_the_new_one(case: Case, moment: str) -> None:
+def test_answer_to_question_from_before_restore_is_refused(case: Case, moment: str) -> None:
     old, new = make_payload(rows=2), make_payload(rows=3)
 
     class Between(Meddling):
@@ -330,7 +330,7 @@ def test_an_answer_to_a_question_of_before_a_restore_is_not_taken_for_the_new_on
     assert case.events.of("answered").values["receipt"] == case.uploads[0].receipt
 
 
-def test_a_device_that_does_not_say_which_question_it_answers_is_taken_at_its_word(case: Case) -> None:
+def test_answer_without_its_question_is_accepted_for_current_ask(case: Case) -> None:
     """One of 0.1; and one that says it must say the ask's."""
     payload = make_payload(rows=2)
     with case.device() as device:
@@ -351,7 +351,7 @@ def test_a_device_that_does_not_say_which_question_it_answers_is_taken_at_its_wo
 
 
 @pytest.mark.parametrize("full", ["tries.txt", "outcome.json.new", "model.onnx.due.new"])
-def test_a_full_disk_around_the_receipt_costs_neither_the_answer_nor_the_device(
+def test_full_disk_at_receipt_loses_neither_answer_nor_device(
     case: Case, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
     with case.device() as device:

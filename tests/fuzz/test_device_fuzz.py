@@ -42,7 +42,7 @@ def runs(training: list[Played], tmp_path_factory: pytest.TempPathFactory) -> li
 
 
 @pytest.mark.long
-def test_every_field_of_every_message_is_changed_and_nothing_foreign_comes_out(runs: list[Played]) -> None:
+def test_changing_every_message_field_raises_only_known_errors(runs: list[Played]) -> None:
     assert [run.name for run in runs] == ["feddkc", LIGHT, f"light {LIGHT}"]
     with device_target(runs) as target:
         before = own_peak_memory()
@@ -55,7 +55,7 @@ def test_every_field_of_every_message_is_changed_and_nothing_foreign_comes_out(r
         assert own_peak_memory() - before < MAX_GROWTH
 
 
-def test_all_that_a_server_says_to_a_device_is_among_the_messages() -> None:
+def test_every_server_reply_to_device_is_among_fuzzed_messages() -> None:
     calls = service_pb2.DESCRIPTOR.services_by_name["DeviceService"].methods
     assert {call.output_type.name for call in calls} | {"EnrolResponse", "RenewResponse"} == FIELDS.keys()
     assert {"Contract.threads", "PlanEntry.integer", "ChannelSteps.step"} <= FIELDS["CheckInResponse"] | (

@@ -37,7 +37,7 @@ MUST_OCCUR = {
 
 @settings(max_examples=400)
 @given(randoms)
-def test_an_upload_is_accepted_or_refused_and_what_is_accepted_can_be_read(random: Random) -> None:
+def test_upload_is_refused_or_accepted_and_readable(random: Random) -> None:
     assert IngestTarget().turn(random) >= 1
 
 

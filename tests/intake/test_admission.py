@@ -42,7 +42,7 @@ def test_without_a_profile_a_device_only_learns_the_contract(fleet: Fleet) -> No
     assert fleet.store.devices.all(RUN) == []
 
 
-def test_a_device_may_not_declare_more_samples_than_the_contract_takes(store: Store) -> None:
+def test_device_declaring_more_samples_than_contract_is_refused(store: Store) -> None:
     fleet = Fleet(store, max_samples=1000)
     fleet.check_in("d1", profile=make_profile(samples=1000))
     with pytest.raises(RefusedError) as refused:
@@ -59,7 +59,7 @@ def large(fleet: Fleet) -> list[tuple[str, str]]:
     return [(event.device, event.text) for event in fleet.store.history.events(RUN, "large-device")]
 
 
-def test_a_device_that_declares_far_more_than_the_fleet_is_told_of_once(fleet: Fleet) -> None:
+def test_device_declaring_far_more_than_fleet_is_reported_once(fleet: Fleet) -> None:
     for name, samples in {"d1": 10, "d2": 30, "d3": 401}.items():
         secret = fleet.check_in(name, profile=make_profile(samples=samples)).secret
     assert large(fleet) == []  # 20 times 30 is 600
@@ -72,7 +72,7 @@ def test_a_device_that_declares_far_more_than_the_fleet_is_told_of_once(fleet: F
     assert [device for device, _ in large(fleet)] == ["d3", "d5"]
 
 
-def test_a_device_that_was_large_and_came_first_is_told_of_when_others_come(fleet: Fleet) -> None:
+def test_large_first_device_is_reported_when_others_join(fleet: Fleet) -> None:
     for name in ("hostile", "d1", "d2"):
         assert large(fleet) == []
         fleet.check_in(name, profile=make_profile(samples=10**9 if name == "hostile" else 10))
@@ -284,7 +284,7 @@ def test_a_second_device_of_the_same_id_is_refused(fleet: Fleet, secret: bytes) 
     assert contract_pb2.DeviceProfile.FromString(row.profile).model_name == "small"
 
 
-def test_of_two_devices_that_take_an_id_at_the_same_moment_one_is_refused(fleet: Fleet) -> None:
+def test_one_of_two_devices_taking_same_id_at_once_is_refused(fleet: Fleet) -> None:
     secrets = []
 
     def quicker() -> None:

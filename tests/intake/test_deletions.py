@@ -83,7 +83,7 @@ def test_a_deletion_that_began_before_is_not_mistaken_for_none(fleet: Fleet, str
     assert accepted == fleet.store.blobs.has(ANSWER.sha256)
 
 
-def test_a_payload_that_others_were_deleted_beside_gets_its_receipt(fleet: Fleet) -> None:
+def test_payload_gets_receipt_while_others_are_deleted(fleet: Fleet) -> None:
     identity = fleet.join()
     fleet.ask(payload=ANSWER)  # the answer is the same, and so it is needed
     fleet.store.blobs.put(OTHER)
@@ -124,7 +124,7 @@ def test_a_deletion_that_loses_its_lock_deletes_nothing_more(
     assert not fleet.store.blobs.held()
 
 
-def test_a_deletion_within_a_transaction_needs_an_announcement_that_is_committed(fleet: Fleet) -> None:
+def test_deletion_in_transaction_needs_committed_announcement(fleet: Fleet) -> None:
     fleet.store.blobs.put(OTHER)
     with fleet.store.transaction():
         sweep_all(fleet)

@@ -59,7 +59,7 @@ def test_a_run_that_is_over_says_why_once_nothing_is_asked(fleet: Fleet) -> None
     assert response.finished == "finished: 30 rounds completed"
 
 
-def test_devices_of_a_stopped_run_are_told_to_come_back_later_and_why(fleet: Fleet) -> None:
+def test_devices_of_stopped_run_are_told_to_return_later_and_why(fleet: Fleet) -> None:
     identity = fleet.join()
     fleet.store.runs.set_status(RUN, RunStatus.STOPPED, "the engine failed 6 times" + "!" * 5000)
     response = fleet.api.next_ask(identity)
@@ -73,7 +73,7 @@ def test_devices_of_a_stopped_run_are_told_to_come_back_later_and_why(fleet: Fle
 
 
 @pytest.mark.parametrize("lease", [4.0, 60.0])
-def test_devices_of_a_stopped_run_come_back_before_their_lease_ends(fleet: Fleet, lease: float) -> None:
+def test_devices_of_stopped_run_return_before_their_lease_ends(fleet: Fleet, lease: float) -> None:
     """Otherwise each of them is an event with every pause, for as long as the run is stopped."""
     identity = fleet.join()
     fleet.store.runs.set_status(RUN, RunStatus.STOPPED, "the engine failed 6 times")
@@ -83,7 +83,7 @@ def test_devices_of_a_stopped_run_come_back_before_their_lease_ends(fleet: Fleet
     assert response.come_back.before_seconds <= lease / 2
 
 
-def test_who_is_to_be_forgotten_is_not_kept_waiting_for_a_stopped_run(fleet: Fleet) -> None:
+def test_device_to_forget_does_not_wait_for_stopped_run(fleet: Fleet) -> None:
     identity = fleet.join()
     fleet.store.runs.set_status(RUN, RunStatus.STOPPED, "the engine failed 6 times")
     fleet.store.devices.ask_to_forget(RUN, identity.device)
@@ -104,7 +104,7 @@ def test_a_heartbeat_tells_whether_the_work_still_counts(fleet: Fleet) -> None:
 # --- presence
 
 
-def test_a_lease_that_ends_closes_the_open_asks_and_shows_in_the_events(fleet: Fleet) -> None:
+def test_ended_lease_closes_open_asks_and_is_an_event(fleet: Fleet) -> None:
     fleet.join("d1")
     fleet.join("d2")
     fleet.ask("d1", "d2")
@@ -137,7 +137,7 @@ def test_the_server_s_own_pause_is_charged_to_nobody(fleet: Fleet) -> None:
     assert fleet.ask_state("d2") == ("out", "lease ended")
 
 
-def test_a_disk_that_stood_still_during_the_sweep_is_charged_to_nobody(fleet: Fleet) -> None:
+def test_disk_delay_during_sweep_ends_no_lease(fleet: Fleet) -> None:
     fleet.join("d1")
     fleet.api.sessions.end_leases()
     fleet.clock.advance(6)  # it is time to write down who called, and that takes long
@@ -150,7 +150,7 @@ def test_a_disk_that_stood_still_during_the_sweep_is_charged_to_nobody(fleet: Fl
     assert fleet.store.devices.present(RUN) == ["d1"]
 
 
-def test_many_leases_end_in_one_commit_but_not_of_who_just_called(fleet: Fleet) -> None:
+def test_many_leases_end_in_one_commit_except_of_recent_caller(fleet: Fleet) -> None:
     names = [f"d{number}" for number in range(5)]
     joined = {name: fleet.join(name) for name in names}
     fleet.ask(*names)
@@ -201,7 +201,7 @@ def test_every_call_renews_the_lease(fleet: Fleet, call: str) -> None:
     assert fleet.store.devices.present(RUN) == ["d1"]
 
 
-def test_a_device_whose_lease_ended_is_out_for_the_round_but_not_for_the_run(fleet: Fleet) -> None:
+def test_device_with_ended_lease_is_out_for_round_but_not_run(fleet: Fleet) -> None:
     """It was suspended or cut off for a while and simply goes on calling."""
     identity = fleet.join()
     fleet.ask()
@@ -227,7 +227,7 @@ def test_a_device_that_leaves_is_gone_at_once(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("call", ["heartbeat", "check_in"])
-def test_a_call_that_was_under_way_does_not_bring_a_revoked_device_back(fleet: Fleet, call: str) -> None:
+def test_running_call_does_not_bring_revoked_device_back(fleet: Fleet, call: str) -> None:
     """The guard lets it in, the revocation lands, and then the device API has its turn."""
     identity = fleet.join()
     fleet.store.devices.mark_absent(RUN, "d1", "lease ended")
@@ -245,7 +245,7 @@ def test_a_call_that_was_under_way_does_not_bring_a_revoked_device_back(fleet: F
     assert fleet.ask_state() == ("out", "device revoked")
 
 
-def test_a_device_that_declines_an_ask_is_out_of_it_alone_and_says_why(fleet: Fleet) -> None:
+def test_device_declining_ask_leaves_only_that_ask_with_reason(fleet: Fleet) -> None:
     identity = fleet.join()
     fleet.ask()
     decline = service_pb2.DeclineRequest(identity=identity, round=1, step_number=1, reason="no teacher " * 1000)

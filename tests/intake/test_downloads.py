@@ -84,7 +84,7 @@ def test_the_initial_weights_are_for_every_device_of_the_run(store: Store) -> No
     assert fetch(fleet, fleet.join(), initial.sha256)[1] == data_of(initial)
 
 
-def test_the_extractor_s_file_is_for_every_device_of_the_run_and_for_no_other(store: Store) -> None:
+def test_extractor_file_is_for_every_device_of_run_and_no_other(store: Store) -> None:
     file = encode({"extractor": NetworkFile(onnx=np.arange(50, dtype=np.uint8))})
     store.blobs.put(file)
     fleet = Fleet(store, extractor_file=file.sha256)

@@ -382,7 +382,7 @@ def test_another_kind_in_their_place_is_refused(part: Kind, send: Send) -> None:
     assert (code, text.partition(": ")[2]) == ("bad-message", said)
 
 
-def test_too_many_directions_are_refused_before_a_byte_of_data_is_taken() -> None:
+def test_too_many_directions_are_refused_before_any_data() -> None:
     """Their number stands in the header; the largest that a contract allows would be a megabyte."""
     part = replace(SENT, directions=whole(MAX_ROWS + 1, SIZE), steps=half(MAX_ROWS + 1))
     with pytest.raises(RefusedError, match="has 4 rows, expected at most 3"):

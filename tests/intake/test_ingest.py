@@ -97,7 +97,7 @@ def _with_shape(payload: Payload, field: str, shape: list[int]) -> knowledge_pb2
 # --- sizes
 
 
-def test_a_payload_over_the_limit_is_refused_and_one_at_the_limit_is_not() -> None:
+def test_payload_over_limit_is_refused_and_at_limit_is_accepted() -> None:
     payload = make_payload()
     size = payload.data_bytes
     take_in(payload, contract=make_contract(max_upload_bytes=size))
@@ -109,7 +109,7 @@ def test_a_payload_over_the_limit_is_refused_and_one_at_the_limit_is_not() -> No
     )
 
 
-def test_a_tensor_of_a_trillion_elements_is_refused_without_room_for_it() -> None:
+def test_tensor_of_trillion_elements_is_refused_without_memory() -> None:
     payload = make_payload(1)
     header = _with_shape(payload, "features", [1 << 38, *CUT_SHAPE])
     tracemalloc.start()
@@ -166,7 +166,7 @@ def _stream(payload: Payload) -> list[knowledge_pb2.TensorChunk]:
     return in_pieces(payload, 8)
 
 
-def test_a_chunk_with_a_wrong_checksum_is_refused_and_names_its_place() -> None:
+def test_chunk_with_wrong_checksum_is_refused_naming_its_place() -> None:
     chunks = _stream(make_payload())
     chunks[5].crc32c ^= 1
     error = refusal(make_payload(), chunks=chunks)

@@ -85,7 +85,7 @@ BAD_TENSORS: dict[str, tuple[Payload, str, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_TENSORS)
-def test_a_tensor_that_does_not_fit_the_contract_is_refused_before_any_data(name: str) -> None:
+def test_tensor_not_fitting_contract_is_refused_before_any_data(name: str) -> None:
     payload, sentence, tensor = BAD_TENSORS[name]
     error = refusal(payload, chunks=[])
     assert said(error) == (Code.BAD_TENSOR, f"device d1: {sentence}")
@@ -167,13 +167,13 @@ def test_two_parts_of_one_name_are_refused() -> None:
     assert said(error) == (Code.BAD_MESSAGE, "device d1: two parts have the same name")
 
 
-def test_a_part_of_a_kind_that_only_the_server_sends_is_refused_even_if_named_in_the_ask() -> None:
+def test_server_only_part_is_refused_even_if_named_in_ask() -> None:
     payload = encode({"x": k.RefinedKnowledge(valid=True, values=np.zeros((1, 3), FLOAT32))})
     error = refusal(payload, expects={"x": "refined_knowledge"})
     assert said(error) == (Code.BAD_TENSOR, "device d1: tensor 'x/values' is not part of the contract")
 
 
-def test_every_tensor_of_a_model_has_the_type_that_the_contract_says() -> None:
+def test_every_model_tensor_has_type_from_contract() -> None:
     """A running mean in int64 would be the sum over the devices, as counters are, and not their mean."""
     right = k.ModelParameters(parameters={"w": f32([1])}, buffers={"running_mean": f32([1]), "counter": i64(3)})
     contract = make_contract()
@@ -238,7 +238,7 @@ def test_settings_of_an_answer_are_bounded() -> None:
     assert error.code == Code.TOO_LARGE
 
 
-def test_a_malformed_header_is_refused_with_the_protocol_s_own_sentence() -> None:
+def test_malformed_header_is_refused_with_protocol_sentence() -> None:
     payload = make_payload()
     payload.parts.parts[0].sample_knowledge.logits.encoding = 9  # type: ignore[assignment]
     error = refusal(payload)

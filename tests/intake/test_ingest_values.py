@@ -92,7 +92,7 @@ def test_the_row_of_a_doubled_id_is_where_it_appears_again() -> None:
 
 
 @given(st.data())
-def test_a_nan_in_the_middle_is_found_at_its_row_however_the_data_are_cut(data: st.DataObject) -> None:
+def test_nan_in_middle_is_found_at_its_row_for_any_chunk_size(data: st.DataObject) -> None:
     wire_type = data.draw(st.sampled_from(["float16", "float32"]))
     rows = data.draw(st.integers(1, 40))
     bad = data.draw(st.integers(0, rows * 4 - 1))
@@ -108,7 +108,7 @@ def test_a_nan_in_the_middle_is_found_at_its_row_however_the_data_are_cut(data: 
     )
 
 
-def test_a_nan_in_a_late_chunk_stops_the_upload_before_the_next_chunk() -> None:
+def test_nan_in_late_chunk_stops_upload_before_next_chunk() -> None:
     """A chunk boundary falls within a row and within an element; the element counts once it is whole."""
     features = np.zeros((10, *CUT_SHAPE), FLOAT32)
     features[6, 0, 0] = np.inf  # bytes 96 to 99 of the tensor

@@ -71,7 +71,7 @@ def test_a_device_that_calls_neither_is_gone_once(fronts: Fronts) -> None:
     assert len(fronts.stores[0].history.events(RUN, "lease-ended")) == 1
 
 
-def test_the_devices_of_a_front_that_died_are_gone_when_they_fall_silent(fronts: Fronts) -> None:
+def test_devices_of_dead_front_are_absent_once_silent(fronts: Fronts) -> None:
     fronts.join()
     fronts.pass_time(5, calling=0)
     fronts.apis.pop(0)  # killed: nobody sweeps there any more

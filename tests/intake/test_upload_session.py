@@ -57,9 +57,7 @@ def test_of_two_streams_of_one_upload_the_newest_wins(any_fleet: Fleet) -> None:
     assert any_fleet.ask_state() == ("answered", "")
 
 
-def test_of_two_streams_that_begin_at_the_same_moment_only_one_writes(
-    any_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_one_of_two_streams_starting_at_once_writes(any_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two writers in one staging file could store bytes that no check has seen."""
     identity = any_fleet.join()
     any_fleet.ask()
@@ -153,7 +151,7 @@ def test_an_upload_survives_a_restart_of_the_front(any_fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("first_byte", [0, 64, 96, 10**6])
-def test_an_upload_that_goes_on_elsewhere_is_told_to_ask_for_its_status(any_fleet: Fleet, first_byte: int) -> None:
+def test_upload_continuing_at_wrong_byte_must_request_status(any_fleet: Fleet, first_byte: int) -> None:
     identity = any_fleet.join()
     any_fleet.ask()
     payload = make_payload()
@@ -235,9 +233,7 @@ def place_of(payload: Payload, chunk: knowledge_pb2.TensorChunk) -> int:
     return payload.slots[chunk.tensor].start + chunk.offset
 
 
-def test_a_refused_upload_ends_although_what_it_staged_cannot_be_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_upload_ends_even_if_staged_data_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(Store.open(tmp_path))
     identity = fleet.join()
     fleet.ask()
@@ -253,9 +249,7 @@ def test_a_refused_upload_ends_although_what_it_staged_cannot_be_deleted(
     fleet.store.close()
 
 
-def test_looking_at_what_is_staged_may_fail_only_as_the_store_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_staged_upload_fails_only_with_store_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(Store.open(tmp_path))
     identity = fleet.join()
     fleet.ask()

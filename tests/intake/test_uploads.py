@@ -52,7 +52,7 @@ def test_an_answer_gets_a_receipt_once_it_is_stored(any_fleet: Fleet) -> None:
     assert any_fleet.wakes > wakes
 
 
-def test_the_bytes_of_an_answer_are_counted_without_its_metrics_data(fleet: Fleet) -> None:
+def test_bytes_of_answer_are_counted_without_metrics_data(fleet: Fleet) -> None:
     identity = fleet.join()
     fleet.ask()
     payload = make_payload()
@@ -100,7 +100,7 @@ def test_an_answer_to_a_closed_round_is_refused(fleet: Fleet) -> None:
     assert fleet.refused() == [("d1", "closed")]
 
 
-def test_an_answer_that_was_begun_in_time_and_ended_too_late_is_refused(any_fleet: Fleet) -> None:
+def test_answer_begun_in_time_and_finished_too_late_is_refused(any_fleet: Fleet) -> None:
     fleet = any_fleet
     identity = fleet.join()
     fleet.ask()
@@ -121,7 +121,7 @@ def test_an_answer_that_was_begun_in_time_and_ended_too_late_is_refused(any_flee
     assert list(fleet.store.blobs.staging()) == []
 
 
-def test_the_same_upload_again_gets_the_same_receipt_and_counts_once(any_fleet: Fleet) -> None:
+def test_same_upload_again_gets_same_receipt_and_counts_once(any_fleet: Fleet) -> None:
     identity = any_fleet.join()
     any_fleet.ask()
     payload = make_payload()
@@ -198,7 +198,7 @@ def label_slot(payload: Payload) -> Any:
     return next(slot for slot in payload.slots if slot.path.endswith("labels"))
 
 
-def test_a_broken_upload_counts_once_with_its_answer_or_when_it_is_thrown_away(any_fleet: Fleet) -> None:
+def test_broken_upload_counts_once_when_answered_or_discarded(any_fleet: Fleet) -> None:
     first, second = any_fleet.join("d1"), any_fleet.join("d2")
     any_fleet.ask("d1", "d2")
     payload = make_payload()
@@ -285,7 +285,7 @@ def test_an_answer_of_no_or_absurdly_many_samples_is_refused(fleet: Fleet, sampl
     )
 
 
-def test_an_answer_weighs_no_more_than_the_samples_that_its_device_has_declared_last(fleet: Fleet) -> None:
+def test_answer_weight_is_at_most_last_declared_samples(fleet: Fleet) -> None:
     identity = make_identity("d1", fleet.check_in(profile=make_profile(samples=20)).secret)
     fleet.ask()
     with pytest.raises(RefusedError) as error:
@@ -323,9 +323,7 @@ def test_what_went_wrong_on_the_way_may_be_sent_again(any_fleet: Fleet, how: str
     assert again.finish().sha256 == payload.sha256
 
 
-def test_a_store_that_fails_while_chunks_come_leaves_the_ask_open(
-    any_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_store_failing_during_chunks_leaves_ask_open(any_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = any_fleet.join()
     any_fleet.ask()
     payload = make_payload()

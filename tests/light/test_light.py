@@ -236,7 +236,7 @@ def spec_of(name: str, data: Pair, work: Path) -> DeviceSpec:
 
 
 @pytest.mark.slow
-def test_beside_devices_with_torch_it_ends_with_their_space_and_their_answers(
+def test_light_device_gets_same_space_and_answers_as_with_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
@@ -446,7 +446,7 @@ def test_without_consent_no_figure_leaves(offered: Offered, space: ClassSpace) -
     assert set(work.scores) == {"test", "test/personal"}, "the app is told"
 
 
-def test_a_device_that_the_operator_lets_train_says_that_it_answers_in_closed_form(space: ClassSpace) -> None:
+def test_device_allowed_to_train_reports_closed_form_answer(space: ClassSpace) -> None:
     trains = Offered(predictor="trained", own_network="taught")
     work = learned(trains.worker(), space)
     assert work.answer.notes["closed_form_instead"] == 1
@@ -631,7 +631,7 @@ def test_a_hostile_file_is_refused(offered: Offered, what: str) -> None:
     assert not worker.has_payload(b"")
 
 
-def test_every_cut_and_flip_of_a_file_is_an_error_of_ours_or_none(offered: Offered) -> None:
+def test_every_cut_and_flip_of_file_raises_only_our_errors(offered: Offered) -> None:
     rng = np.random.default_rng(0)
     plain = file_of(WEIGHED, [constant("w", np.ones((64, 4), "f"))])
     for number in range(60):

@@ -41,7 +41,7 @@ def light_device(link: Any, state_dir: Path, data: Any, events: EventLog) -> Dev
     )
 
 
-def test_a_light_device_waits_for_samples_and_takes_part_once_it_has_some(tmp_path: Path) -> None:
+def test_light_device_waits_for_samples_then_takes_part(tmp_path: Path) -> None:
     kept: Pairs = []
     events = EventLog()
     with MemoryServer(SETTINGS) as server, light_device(server.link(), tmp_path, kept, events) as device:
@@ -89,7 +89,7 @@ def answer(device: Device, fleet: PrivateFleet) -> None:
     assert device.step(0) in (Step.ANSWERED, Step.DECLINED)
 
 
-def test_changed_rows_are_a_second_release_that_the_budget_declines(tmp_path: Path) -> None:
+def test_changed_rows_are_second_release_that_budget_declines(tmp_path: Path) -> None:
     """The rows are read again without `replace_data`, and the server learns nothing of it but the decline."""
     fleet, events, kept = PrivateFleet(), EventLog(), pairs()
     link = RecordingLink(fleet.api)

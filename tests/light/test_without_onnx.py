@@ -34,7 +34,7 @@ def opened(tmp_path: Path, given: str, *packages: str) -> str:
 
 
 @pytest.mark.parametrize("given", ["{}", "{'export': 'round'}", "{'export': 'finish'}"])
-def test_an_export_without_the_package_onnx_is_refused_before_the_run(tmp_path: Path, given: str) -> None:
+def test_export_without_onnx_package_is_refused_before_run(tmp_path: Path, given: str) -> None:
     when = eval(given).get("export", "round")
     assert opened(tmp_path, given, "onnx") == (
         f"Deployment(export=\"{when}\") requires the package onnx: pip install 'fleetdistill[onnx]', or pass "

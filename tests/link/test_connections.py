@@ -44,9 +44,7 @@ def is_polling(client: Client) -> bool:
     return False
 
 
-def test_calls_of_a_device_do_not_wait_for_other_devices_of_the_process(
-    front: LiveFront, clients: list[Client]
-) -> None:
+def test_calls_of_device_do_not_wait_for_others_in_process(front: LiveFront, clients: list[Client]) -> None:
     links = [GrpcLink(f"127.0.0.1:{front.port}") for _ in clients]
     ended: list[LinkError] = []
 

@@ -130,7 +130,7 @@ def test_a_later_process_goes_on_where_the_last_one_stopped(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 8, 9, 60, -1, -PIECE])
-def test_a_part_that_a_crash_cut_off_anywhere_is_gone_on_with_or_begun_anew(tmp_path: Path, cut: int) -> None:
+def test_part_cut_off_anywhere_by_crash_is_resumed_or_restarted(tmp_path: Path, cut: int) -> None:
     payload, server = make_payload(50), Server(make_payload(50))
     break_for_good(tmp_path, server, payload, after=7)
     (part,) = tmp_path.iterdir()
@@ -150,7 +150,7 @@ def test_a_damaged_part_is_found_at_the_end_and_thrown_away(tmp_path: Path) -> N
     assert server.first_bytes[1:] == [0], "once more, from the start"
 
 
-def test_a_part_with_another_header_is_thrown_away_even_where_its_data_are_the_same(tmp_path: Path) -> None:
+def test_part_with_other_header_is_discarded_even_with_same_data(tmp_path: Path) -> None:
     payload, other = make_payload(50), encode({"other": make_knowledge(50)})
     assert data_of(payload) == data_of(other)
     break_for_good(tmp_path, Server(other), other, after=7)
@@ -160,7 +160,7 @@ def test_a_part_with_another_header_is_thrown_away_even_where_its_data_are_the_s
     assert server.first_bytes[1:] == [0], "once more, from the start"
 
 
-def test_what_is_held_is_not_fetched_again_also_by_a_later_process(tmp_path: Path) -> None:
+def test_held_payload_is_not_fetched_again_even_by_later_process(tmp_path: Path) -> None:
     payload, nobody = make_payload(50), Server()
     fetch(tmp_path, Server(payload), payload)
     assert same(fetch(tmp_path, nobody, payload), payload)
@@ -214,7 +214,7 @@ def test_a_chunk_that_fails_its_checksum_is_fetched_again(tmp_path: Path) -> Non
     assert server.first_bytes[1] > 0
 
 
-def test_other_data_than_the_digest_names_are_refused_and_not_kept(tmp_path: Path) -> None:
+def test_data_not_matching_digest_are_refused_and_not_kept(tmp_path: Path) -> None:
     payload = make_payload(50)
     server = Server(payload)
     server.payloads[payload.sha256] = make_payload(51)
@@ -279,7 +279,7 @@ def test_a_download_over_the_bound_is_refused_before_its_data(tmp_path: Path) ->
     assert same(fetch(tmp_path, server, payload, max_bytes=payload.data_bytes), payload)
 
 
-def test_a_download_that_the_disk_has_no_room_for_is_said_and_leaves_nothing(
+def test_download_without_disk_space_says_so_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     payload, server = make_payload(50), Server(make_payload(50))
@@ -307,7 +307,7 @@ def test_a_download_that_is_kept_nowhere_outlives_its_file() -> None:
     assert same(download(Server(payload), IDENTITY, payload.sha256), payload)  # type: ignore[arg-type]
 
 
-def test_a_file_that_says_it_is_another_payload_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_file_claiming_to_be_another_payload_is_not_used_for_it(tmp_path: Path) -> None:
     payload, other = make_payload(5), make_payload(6)
     fetch(tmp_path, Server(other), other)
     (tmp_path / f"{other.sha256.hex()}.payload").rename(tmp_path / f"{payload.sha256.hex()}.payload")

@@ -64,7 +64,7 @@ def test_a_contract_of_another_run_is_refused(tmp_path: Path) -> None:
         device.run()
 
 
-def test_a_method_whose_name_is_no_name_is_refused_in_printable_words(tmp_path: Path) -> None:
+def test_invalid_method_name_is_refused_in_printable_words(tmp_path: Path) -> None:
     given = terms()
     given.contract.method = "\x1b[31m" * 100
     device, _ = device_at(LyingLink(ask(), terms=given), tmp_path)
@@ -118,7 +118,7 @@ def test_bounds_that_allow_nothing_are_refused(tmp_path: Path, changes: dict[str
         ({"target_peak": 7.0}, "7"),
     ],
 )
-def test_settings_are_held_against_their_types_and_ranges_on_the_device_too(
+def test_device_checks_types_and_ranges_of_settings_too(
     tmp_path: Path, settings: dict[str, Any], sentence: str
 ) -> None:
     device, _ = device_at(LyingLink(ask(), terms=terms(settings=settings)), tmp_path)
@@ -130,7 +130,7 @@ def test_settings_are_held_against_their_types_and_ranges_on_the_device_too(
 # --- the work
 
 
-def test_training_without_end_stops_at_the_apps_bound_and_the_ask_is_declined(tmp_path: Path) -> None:
+def test_endless_training_stops_at_app_limit_and_ask_is_declined(tmp_path: Path) -> None:
     link = LyingLink(ask(), terms=terms(settings={"local_epochs": 10**12}))
     device, events = device_at(link, tmp_path, seconds_per_ask=0.2)
     with device:
@@ -162,9 +162,7 @@ def test_outside_of_a_limit_time_is_not_checked() -> None:
         ({"step": "dream\x1b[2J"}, "no handler for step"),
     ],
 )
-def test_an_ask_that_cannot_be_meant_is_declined_and_the_device_goes_on(
-    tmp_path: Path, changes: dict[str, Any], sentence: str
-) -> None:
+def test_impossible_ask_is_declined_and_device_goes_on(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     link = LyingLink(ask(**changes), ask(round=2))
     device, events = device_at(link, tmp_path)
     with device:
@@ -175,7 +173,7 @@ def test_an_ask_that_cannot_be_meant_is_declined_and_the_device_goes_on(
     assert len(events.texts("dropped")) == 1
 
 
-def test_the_highest_attempt_that_a_device_answers_with_leaves_room_for_the_next(tmp_path: Path) -> None:
+def test_highest_attempt_of_answer_leaves_room_for_next(tmp_path: Path) -> None:
     link = LyingLink(ask(first_attempt=MAX_ATTEMPTS), ask(first_attempt=MAX_ATTEMPTS, seed=6))
     device, _ = device_at(link, tmp_path)
     with device:
@@ -269,9 +267,7 @@ def test_a_heartbeat_comes_at_most_five_times_a_second(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [(math.nan, math.nan), (0.0, math.inf), (-1.0, 1.0), (5.0, 1.0)])
-def test_a_come_back_that_is_no_range_is_told_and_the_device_keeps_trying(
-    tmp_path: Path, values: tuple[float, float]
-) -> None:
+def test_invalid_come_back_range_is_reported_and_device_retries(tmp_path: Path, values: tuple[float, float]) -> None:
     nothing = service_pb2.NextAskResponse(
         come_back=service_pb2.ComeBack(after_seconds=values[0], before_seconds=values[1])
     )
@@ -282,7 +278,7 @@ def test_a_come_back_that_is_no_range_is_told_and_the_device_keeps_trying(
     assert events.texts("answered")
 
 
-def test_a_device_stays_away_for_an_hour_at_most_and_over_a_network_never_for_nothing() -> None:
+def test_pause_is_at_most_an_hour_and_never_zero_over_network() -> None:
     far = service_pb2.ComeBack(after_seconds=1e300, before_seconds=1.5e300)
     assert pause_seconds(far, remote=True) == MAX_AFTER_SECONDS <= threading.TIMEOUT_MAX
     assert pause_seconds(service_pb2.ComeBack(), remote=True) > 0

@@ -62,7 +62,7 @@ def test_rob_1_a_device_that_is_far_off_is_left_out() -> None:
     ]
 
 
-def test_rob_2_within_twice_the_usual_distance_it_is_the_plain_mean() -> None:
+def test_rob_2_within_twice_usual_distance_is_plain_mean() -> None:
     assert mean_of_numbers(0, 1, 2, 3) == 1.5
 
 
@@ -106,14 +106,14 @@ def test_of_three_devices_nobody_can_tell_who_is_far_off(numbers: Sequence[float
     assert mean_of_numbers(*numbers) == pytest.approx(sum(numbers) / len(numbers))
 
 
-def test_a_device_that_is_far_off_in_half_of_the_tensors_stays_in_the_others() -> None:
+def test_device_far_off_in_half_of_tensors_stays_in_others() -> None:
     honest = [{"a": [float(n)], "b": [float(n)]} for n in (0, 1, 2)]
     result, taken = mean_of([*honest, {"a": [10.0], "b": [3.0]}])
     assert (result["a"], result["b"]) == (1, 1.5)  # type: ignore[comparison-overlap]
     assert taken.events == []
 
 
-def test_a_device_that_is_far_off_in_more_than_half_of_the_tensors_counts_in_none() -> None:
+def test_device_far_off_in_over_half_of_tensors_counts_in_none() -> None:
     honest = [{"a": [float(n)], "b": [float(n)], "c": [float(n)]} for n in (0, 1, 2)]
     result, taken = mean_of([*honest, {"a": [10.0], "b": [10.0], "c": [3.0]}])
     assert (result["a"], result["b"], result["c"]) == (1, 1, 1)  # type: ignore[comparison-overlap]
@@ -125,7 +125,7 @@ def test_where_most_devices_agree_to_the_bit_only_they_count() -> None:
     assert mean_of_numbers(7, 7, 7, 7) == 7
 
 
-def test_counters_take_the_median_and_no_device_makes_them_overflow() -> None:
+def test_counters_take_median_and_no_device_makes_them_overflow() -> None:
     largest = np.iinfo(np.int64).max
     models = [{"w": [float(n)], "n": np.int64(count)} for n, count in enumerate((3, 4, 6, largest))]
     result, _ = mean_of(models)
@@ -164,7 +164,7 @@ def test_the_order_of_the_devices_changes_nothing_but_rounding(rows: Any, weight
 
 
 @given(rows=fleets, weights=some_weights)
-def test_within_twice_the_usual_distance_it_is_the_plain_mean_to_the_bit(rows: Any, weights: Any) -> None:
+def test_within_twice_usual_distance_is_exactly_plain_mean(rows: Any, weights: Any) -> None:
     x_kn = np.array(rows, np.float32).astype(np.float64)
     distances = np.linalg.norm(x_kn - np.median(x_kn, axis=0), axis=1)
     weights = [min(weight, 30) + 30 for weight in weights[: len(rows)]]  # within three medians
@@ -201,7 +201,7 @@ def test_a_hostile_devices_share_is_its_capped_weight() -> None:
 
 
 @given(rows=fleets)
-def test_large_tensors_are_gone_through_in_parts_with_the_same_result(rows: Any) -> None:
+def test_large_tensors_are_read_in_parts_with_same_result(rows: Any) -> None:
     import fleetdistill_server.methods.averaging as averaging
 
     whole, noted = mean_of([{"w": row} for row in rows])
@@ -218,7 +218,7 @@ def test_large_tensors_are_gone_through_in_parts_with_the_same_result(rows: Any)
     logits=st.lists(st.lists(st.floats(-20, 20), min_size=3, max_size=3), min_size=1, max_size=12),
     weights=st.lists(st.integers(1, 50), min_size=12, max_size=12),
 )
-def test_trimmed_predictions_are_probabilities_within_what_the_devices_say(logits: Any, weights: Any) -> None:
+def test_trimmed_predictions_are_probabilities_within_given_ones(logits: Any, weights: Any) -> None:
     said = [torch.tensor([row], dtype=torch.float64).softmax(1) for row in logits]
     mean = TensorMean("gross", probabilities=True)
     for one, weight in zip(said, weights, strict=False):
@@ -229,14 +229,14 @@ def test_trimmed_predictions_are_probabilities_within_what_the_devices_say(logit
     assert bool((result >= 0).all())
 
 
-def test_where_no_two_devices_agree_on_anything_all_classes_are_alike() -> None:
+def test_classes_are_equal_where_no_two_devices_agree() -> None:
     mean = TensorMean("gross", probabilities=True)
     for label in range(5):
         mean.add(torch.eye(5)[label : label + 1])
     torch.testing.assert_close(mean.result(), torch.full((1, 5), 0.2, dtype=torch.float64))
 
 
-def test_up_to_four_devices_are_not_trimmed_and_their_weights_count() -> None:
+def test_up_to_four_devices_are_weighted_and_not_trimmed() -> None:
     mean = TensorMean("gross")
     for number, weight in ((1.0, 1), (2.0, 2), (3.0, 1), (100.0, 1000)):
         mean.add(torch.tensor([number]), weight)
@@ -245,7 +245,7 @@ def test_up_to_four_devices_are_not_trimmed_and_their_weights_count() -> None:
     assert result.item() == pytest.approx((1 + 4 + 3 + 100 * 4.5) / 8.5)  # three times the median of 1.5
 
 
-def test_large_predictions_are_sorted_in_parts_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_predictions_are_sorted_in_parts_with_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     import fleetdistill_server.methods.averaging as averaging
 
     def mean() -> torch.Tensor:

@@ -43,7 +43,7 @@ def test_who_holds_a_digest_is_not_asked_until_there_is_another() -> None:
     assert send(deliveries, 4, digest=8) == ["a", "b", "c"]
 
 
-def test_a_device_that_does_not_answer_is_asked_after_pauses_that_double() -> None:
+def test_silent_device_is_asked_after_doubling_pauses() -> None:
     deliveries = Deliveries()
     asked = [number for number in range(1, 30) if "b" in send(deliveries, number, digest=7, silent="b")]
     assert asked == [1, 3, 6, 11, 20]

@@ -56,7 +56,7 @@ def test_both_tables_name_the_same_methods() -> None:
 
 
 @pytest.mark.parametrize("table", [config_class, device_class, server_class])
-def test_an_unknown_method_is_refused_and_the_known_ones_are_listed(table: object) -> None:
+def test_unknown_method_is_refused_and_known_ones_are_listed(table: object) -> None:
     listed = f"unknown method 'gossip', expected one of {', '.join(sorted(METHODS))}"
     with fresh_process(), pytest.raises(ConfigurationError, match=listed):
         table("gossip")  # type: ignore[operator]
@@ -70,7 +70,7 @@ def test_a_configuration_travels_in_the_contract_unchanged(method: str) -> None:
 
 
 @every_method
-def test_a_contract_with_a_setting_of_a_newer_server_is_refused_with_advice(method: str) -> None:
+def test_contract_setting_of_newer_server_is_refused_with_advice(method: str) -> None:
     plan = config_to_plan(example_config(method).for_classes(10))
     plan = type(plan)(values={**plan.values, "not_yet_invented": 1})
     with pytest.raises(ConfigurationError, match=r"not_yet_invented.*update it"):
@@ -120,7 +120,7 @@ def test_a_small_fleet_learns_and_every_upload_is_used(method: str, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", long_except(sorted(METHODS.keys() & set(REPRODUCIBLE)), "fedavg", "feddkc"))
-def test_the_same_seed_gives_the_same_fleet_and_another_seed_another(
+def test_same_seed_gives_same_fleet_and_other_seed_another(
     method: str, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     first = undisturbed(method)
@@ -154,7 +154,7 @@ def test_a_method_that_trains_nothing_tells_of_no_loss(undisturbed: Undisturbed)
 
 
 @every_method
-def test_a_forgotten_device_is_named_nowhere_in_the_methods_state(method: str, tmp_path: Path) -> None:
+def test_forgotten_device_is_not_named_in_method_state(method: str, tmp_path: Path) -> None:
     store = run_in_memory(prepare(RUNS[method], tmp_path / "work"))
     forgotten, stays = (row.id for row in store.devices.all(RUN))
     before = set(words_in(state_of(store)))
@@ -184,7 +184,7 @@ def words_in(state: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("knowledge_type", ["float16", "float32"])
-def test_a_server_half_knows_the_type_that_its_knowledge_travels_in(knowledge_type: str) -> None:
+def test_server_half_knows_element_type_of_its_knowledge(knowledge_type: str) -> None:
     config = small_run("feddkc")
     contract = config.contract.model_copy(update={"knowledge_type": knowledge_type})
     assert build_method(config.model_copy(update={"contract": contract})).context.knowledge_type == knowledge_type

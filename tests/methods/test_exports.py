@@ -45,9 +45,7 @@ def assert_same(model: nn.Module, file: Path, inputs: Array) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", long_except(RUNS, "classstats", "fedavg", "feddkc", "cdkt"))
-def test_the_servers_model_is_exported_as_the_last_checkpoint_has_it(
-    name: str, undisturbed: Undisturbed, tmp_path: Path
-) -> None:
+def test_server_model_is_exported_as_in_last_checkpoint(name: str, undisturbed: Undisturbed, tmp_path: Path) -> None:
     played = undisturbed(name, durable=True)  # whose answers are on the disk
     store, method = played.store, build_method(played.prepared[0])
     row = store.runs.get(RUN)

@@ -95,7 +95,7 @@ def assert_like(peaceful: Played, prepared: Prepared, store: Store) -> set[State
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "classstats", "fedavg", "fedd2s"))
-def test_an_engine_killed_between_any_two_answers_changes_nothing(
+def test_engine_killed_between_any_two_answers_changes_nothing(
     name: str, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     _kill_between_any_two_answers(name, undisturbed, prepare(RUNS[name], tmp_path / "work"))
@@ -103,7 +103,7 @@ def test_an_engine_killed_between_any_two_answers_changes_nothing(
 
 @pytest.mark.long
 @runs_apart(REPRODUCIBLE, usual="fedavg")
-def test_an_engine_on_another_machine_killed_between_any_two_answers_changes_nothing(
+def test_remote_engine_killed_between_answers_changes_nothing(
     name: str, undisturbed: Undisturbed, database_url: str, blobs_url: str, tmp_path: Path
 ) -> None:
     prepared = prepare(RUNS[name], tmp_path / "work")
@@ -127,16 +127,14 @@ def _kill_between_any_two_answers(name: str, undisturbed: Undisturbed, prepared:
 
 @pytest.mark.long
 @every_method
-def test_an_engine_killed_at_each_of_its_failpoints_changes_nothing(
-    name: str, undisturbed: Undisturbed, tmp_path: Path
-) -> None:
+def test_engine_killed_at_each_failpoint_changes_nothing(name: str, undisturbed: Undisturbed, tmp_path: Path) -> None:
     """Each life of the engine gets one write further than the one before; as few rounds as have all of them."""
     _kill_at_each_failpoint(name, undisturbed, prepare(replace(RUNS[name], rounds=1), tmp_path / "work"))
 
 
 @pytest.mark.long
 @runs_apart(sorted(METHODS.keys() & set(REPRODUCIBLE)), usual="fedavg")
-def test_an_engine_on_another_machine_killed_at_each_of_its_failpoints_changes_nothing(
+def test_remote_engine_killed_at_each_failpoint_changes_nothing(
     name: str, undisturbed: Undisturbed, database_url: str, blobs_url: str, tmp_path: Path
 ) -> None:
     prepared = prepare(replace(RUNS[name], rounds=1), tmp_path / "work")
@@ -167,7 +165,7 @@ DEATHS = (
 
 @pytest.mark.long
 @every_method
-def test_a_device_killed_at_any_moment_of_any_answer_changes_nothing(
+def test_device_killed_at_any_moment_of_answer_changes_nothing(
     name: str, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     prepared = prepare(RUNS[name], tmp_path / "work")

@@ -76,7 +76,7 @@ def test_an_imported_method_gives_the_same_over_both_links(with_fedprox: None, t
     assert all(len(curve) == 2 for curve in grpc["accuracy_by_round"].values())
 
 
-def test_a_simulation_of_an_imported_method_resumes_without_naming_it_again(with_fedprox: None, tmp_path: Path) -> None:
+def test_imported_method_simulation_resumes_without_being_named(with_fedprox: None, tmp_path: Path) -> None:
     before = simulated(tmp_path / "out", "--import", "fedprox", "--method", "fedprox")
     with fresh_process("fedprox"):
         after = simulated(tmp_path / "out", "--resume")
@@ -141,7 +141,7 @@ WRONG_MODULES = {
 
 @pytest.mark.parametrize("name", WRONG_MODULES)
 @pytest.mark.parametrize("command", ["simulate", "methods"])
-def test_a_module_that_is_not_there_or_registers_nothing_is_refused(name: str, command: str, tmp_path: Path) -> None:
+def test_module_missing_or_registering_nothing_is_refused(name: str, command: str, tmp_path: Path) -> None:
     write_module(tmp_path, "silent", "x = 1\n")
     out = ["--out", str(tmp_path / "out")] if command == "simulate" else []
     told = CliRunner().invoke(app, [command, *out, "--import", name])
@@ -156,7 +156,7 @@ def test_what_a_module_raises_is_one_sentence(tmp_path: Path) -> None:
         outside.import_modules(["broken"], "--import")
 
 
-def test_a_method_without_a_server_half_is_refused_with_the_call_that_is_missing(tmp_path: Path) -> None:
+def test_method_without_server_half_is_refused_naming_the_call(tmp_path: Path) -> None:
     text = """
 from fleetdistill import methods
 from fleetdistill.methods.fedavg.config import FedAvgConfig
@@ -171,7 +171,7 @@ methods.register("half", FedAvgConfig, FedAvgDevice)
 
 
 @pytest.mark.slow
-def test_a_method_that_only_this_process_registered_runs_over_grpc(with_fedprox: None, tmp_path: Path) -> None:
+def test_method_registered_only_in_this_process_runs_over_grpc(with_fedprox: None, tmp_path: Path) -> None:
     import fedprox  # type: ignore[import-not-found]  # noqa: F401
 
     assert modules_of("fedprox") == ["fedprox"]
@@ -223,7 +223,7 @@ def test_a_faulty_device_half_over_grpc_leaves_its_traceback(tmp_path: Path, pro
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.cold_start
-def test_an_installed_method_runs_over_both_links_without_being_named(with_fedprox: None, tmp_path: Path) -> None:
+def test_installed_method_runs_over_both_links_without_naming_it(with_fedprox: None, tmp_path: Path) -> None:
     install(tmp_path, "own-methods", {"fedprox": "fedprox"})
     memory, grpc = (
         simulated(tmp_path / link, "--link", link, "--method", "fedprox", "--set", "method.mu=0.1")
@@ -248,7 +248,7 @@ def contract(method: str) -> contract_pb2.Contract:
     return contract_pb2.Contract(method=method, classes=["a", "b"])
 
 
-def test_a_contract_makes_a_device_import_nothing_that_is_not_declared_under_that_name(tmp_path: Path) -> None:
+def test_contract_imports_only_code_declared_under_method_name(tmp_path: Path) -> None:
     write_module(tmp_path, "spy", NOTES_ITSELF)
     install(tmp_path, "others", {"another": "spy"})
     for name in ("spy", "spy:main", "others", f"{outside.GROUP}.another", "another:spy"):

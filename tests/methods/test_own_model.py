@@ -46,7 +46,7 @@ def with_unbeatable_data(spec: DeviceSpec, work: Path) -> DeviceSpec:
 
 
 @every_method
-def test_an_app_keeps_its_own_model_where_no_answer_of_the_fleet_is_as_good(method: str, tmp_path: Path) -> None:
+def test_app_keeps_its_model_if_no_fleet_answer_is_as_good(method: str, tmp_path: Path) -> None:
     config, specs, work = prepare(RUNS[method], tmp_path / "work")
     specs = [with_unbeatable_data(spec, work) for spec in specs]
     store = run_in_memory((config, specs, work), durable=True)  # with the files that an app's device has

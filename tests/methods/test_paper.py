@@ -88,7 +88,7 @@ def complete(method: str, **settings: Any) -> Any:
     return config_class(method).from_settings(settings).for_classes(10)
 
 
-def test_every_method_but_the_yardstick_and_our_own_has_the_switch() -> None:
+def test_all_methods_but_yardstick_and_our_own_have_paper_switch() -> None:
     assert {*PAPER, "classstats", "classstats_private", "fedavg"} == METHODS.keys()
 
 
@@ -112,7 +112,7 @@ EACH = [(method, name) for method, values in PAPER.items() for name in values]
 
 @pytest.mark.parametrize("make", [complete, from_run_toml])
 @pytest.mark.parametrize(("method", "name"), EACH)
-def test_what_is_given_wins_over_paper_and_the_rest_stays_the_papers(method: str, name: str, make: Any) -> None:
+def test_given_values_win_over_paper_and_rest_stays_as_paper(method: str, name: str, make: Any) -> None:
     """Every value of ours, given together with `paper`: it stays, and nothing else changes."""
     ours, paper = complete(method), complete(method, paper=True)
     kept = getattr(ours, name)
@@ -126,7 +126,7 @@ def test_the_papers_emnist_row_of_dafkd_can_be_set() -> None:
     assert from_run_toml("dafkd").local_epochs == 5
 
 
-def test_feddkds_momentum_is_plain_in_the_paper_and_nesterovs_with_us() -> None:
+def test_feddkd_momentum_is_plain_in_paper_and_nesterov_with_us() -> None:
     weights = [torch.nn.Parameter(torch.zeros(1))]
     for paper in (False, True):
         (group,) = make_local_optimizer(complete("feddkd", paper=paper), weights).param_groups
@@ -146,7 +146,7 @@ def test_what_paper_came_to_travels_and_is_not_worked_out_again(method: str) -> 
 
 
 @every_paper
-def test_the_constructor_takes_values_that_are_spelled_out_and_records_paper(method: str) -> None:
+def test_constructor_takes_explicit_values_and_records_paper(method: str) -> None:
     cls = config_class(method)
     assert cls(paper=True) == replace(cls(), paper=True)
     assert replace(cls(), paper=True).for_classes(10) == replace(complete(method), paper=True)
@@ -179,7 +179,7 @@ def test_feddkcs_two_weights_are_one_in_the_paper() -> None:
     assert complete("feddkc", paper=True, beta=0.7).server_beta == 0.7
 
 
-def test_feddkcs_devices_have_extractors_of_their_own_in_the_paper() -> None:
+def test_feddkc_devices_have_own_extractors_in_paper() -> None:
     def initial(**settings: Any) -> Any:
         described = {
             "run": {"name": "small", "method": "feddkc"},

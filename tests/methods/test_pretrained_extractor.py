@@ -260,7 +260,7 @@ def publish(config: RunConfig, store: Store) -> None:
     store.runs.publish_contract(RUN, contract.SerializeToString())
 
 
-def test_a_fleet_of_different_predictors_learns_on_a_given_extractor(case: Any, tmp_path: Path) -> None:
+def test_fleet_of_mixed_predictors_learns_on_given_extractor(case: Any, tmp_path: Path) -> None:
     config, store, blank, features = case
     given = torch.load(Given.weights, weights_only=True)
     unseen, _ = bright_rows(seed=9)

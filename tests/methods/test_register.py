@@ -66,15 +66,13 @@ def test_a_configuration_that_is_no_local_training_is_refused(registered: None) 
 
 
 @pytest.mark.parametrize("name", ["counting", "os", "../methods/feddkc", "chaos.counting"])
-def test_a_contract_cannot_name_code_that_the_app_has_not_registered(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_contract_cannot_name_code_not_registered_by_app(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(methods, "registered", {})
     with pytest.raises(ConfigurationError, match="unknown method"):
         methods.device_class(name)
 
 
-def test_an_unknown_method_is_answered_with_the_registered_ones_too(registered: None) -> None:
+def test_unknown_method_error_lists_registered_ones_too(registered: None) -> None:
     for find in (methods.config_class, server_methods.server_class):
         with pytest.raises(ConfigurationError, match=r"expected one of .*counting.*feddkc"):
             find("gossip")

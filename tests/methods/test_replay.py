@@ -66,7 +66,7 @@ def _drive(store: Store, config: object, devices: list[Device]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "fedavg", "feddkc", "classstats in one exchange"))
-def test_an_engine_that_dies_between_any_two_waits_ends_in_the_same_state(
+def test_engine_dying_between_any_two_waits_ends_in_same_state(
     name: str, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     fleet = RUNS[name]
@@ -86,7 +86,7 @@ def test_who_is_left_out_is_the_same_after_every_death(tmp_path: Path) -> None:
 
 
 @runs_apart(REPRODUCIBLE, usual="fedavg")
-def test_a_run_in_postgres_and_an_object_store_is_the_same_as_one_in_memory(
+def test_run_in_postgres_and_object_store_equals_one_in_memory(
     name: str, undisturbed: Undisturbed, database_url: str, blobs_url: str, tmp_path: Path
 ) -> None:
     prepared = prepare(RUNS[name], tmp_path / "disturbed")

@@ -134,7 +134,7 @@ def agreed(contract: Contract, profile: Profile) -> Iterator[Violation]:
 
 
 @every_run
-def test_a_device_that_violates_one_thing_is_refused_with_a_sentence(name: str, tmp_path: Path) -> None:
+def test_device_violating_one_thing_is_refused_with_sentence(name: str, tmp_path: Path) -> None:
     prepared = prepare(RUNS[name], tmp_path / "work")
     store, contract = open_run(prepared)
     profile = fitting_profile(store, prepared[1][0])
@@ -192,7 +192,7 @@ def another_model() -> nn.Module:
 
 
 @every_run
-def test_an_app_with_a_model_of_its_own_is_told_what_the_run_needs(name: str, tmp_path: Path) -> None:
+def test_app_with_own_model_is_told_what_run_needs(name: str, tmp_path: Path) -> None:
     prepared = prepare(RUNS[name], tmp_path / "work")
     store, contract = open_run(prepared)
     needs = contract.requirements
@@ -211,7 +211,7 @@ def test_an_app_with_a_model_of_its_own_is_told_what_the_run_needs(name: str, tm
 
 
 @every_run
-def test_an_app_that_keeps_everything_back_is_told_what_the_method_sends(name: str, tmp_path: Path) -> None:
+def test_app_allowing_nothing_is_told_what_method_sends(name: str, tmp_path: Path) -> None:
     prepared = prepare(RUNS[name], tmp_path / "work")
     store, contract = open_run(prepared)
     sent = ", ".join(contract.requirements.columns)

@@ -40,7 +40,7 @@ def test_each_certificate_has_its_own_end(tmp_path: Path) -> None:
     assert shown == {(name,): end for name, end in ends.items()}
 
 
-def test_a_process_that_does_not_run_is_down_and_keeps_its_restarts(tmp_path: Path) -> None:
+def test_stopped_process_is_down_and_keeps_its_restart_count(tmp_path: Path) -> None:
     clear(tmp_path)
     processes = [ProcessState(FRONT, "", os.getpid(), 1), ProcessState(ENGINE, "digits", None, 4)]
     result = collected(ServerSection(store=str(tmp_path)), processes)

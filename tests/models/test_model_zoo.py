@@ -47,12 +47,12 @@ def test_parameter_counts_equal_the_papers_to_its_rounding(name):
     assert f"{parameter_count(build_any(name)) / 1000:.2f}" == PAPER_THOUSANDS[name]
 
 
-def test_the_server_resnet_has_the_parameters_of_the_specification():
+def test_server_resnet_has_parameter_count_of_specification():
     assert parameter_count(build_server_model("resnet20")) == 167_306
 
 
 @pytest.mark.parametrize("name", RESNETS)
-def test_the_papers_operations_need_an_extractor_without_max_pool(name):
+def test_paper_operation_counts_need_extractor_without_max_pool(name):
     def multiplications(max_pool: bool) -> float:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             build_model(name, max_pool=max_pool).eval()(images(name, batch=1))
@@ -65,7 +65,7 @@ def test_the_papers_operations_need_an_extractor_without_max_pool(name):
 
 
 @pytest.mark.parametrize("name", DEVICE_MODELS)
-def test_every_device_model_has_its_taps_and_trains_all_its_parameters(name):
+def test_every_model_has_its_taps_and_trains_all_parameters(name):
     model = build_model(name, classes=7)
     assert isinstance(model, SplitModel)
     check_local_model(model, images(name), classes=7)
@@ -94,7 +94,7 @@ def test_digit_features_are_128_numbers_a_sample():
 
 
 @pytest.mark.parametrize(("shape", "pooled", "whole"), [((3, 32, 32), 16, 32), ((1, 28, 28), 14, 28)])
-def test_resnet_features_have_16_channels_and_half_the_size_when_pooled(shape, pooled, whole):
+def test_pooled_resnet_features_have_16_channels_and_half_size(shape, pooled, whole):
     assert output_shape(build_model("resnet_extractor", input_shape=shape), shape) == (16, pooled, pooled)
     assert output_shape(build_model("resnet_extractor", input_shape=shape, max_pool=False), shape) == (16, whole, whole)
 
@@ -188,7 +188,7 @@ def test_listing_both_tables_loads_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 
 
-def test_the_docs_table_holds_every_model_with_the_codes_count_and_the_papers():
+def test_docs_table_has_every_model_with_code_and_paper_counts():
     documented = {
         name: (count.strip(), paper.strip())
         for name, count, paper in re.findall(

@@ -41,7 +41,7 @@ def test_a_backup_from_elsewhere_restores_to_the_same_run(played: Played, tmp_pa
     assert re.fullmatch(r"done: \d+ payloads and the database, [\d.]+ .?B", call["result"]), call["result"]
 
 
-def test_a_model_from_elsewhere_is_the_one_on_the_servers_machine(played: Played, tmp_path: Path) -> None:
+def test_remote_export_gives_same_model_as_on_server_machine(played: Played, tmp_path: Path) -> None:
     there = said("export", RUN, "--out", str(tmp_path / "there.onnx"), *played.there("operator"))
     here = said("export", RUN, "--out", str(tmp_path / "here.onnx"), *played.here)
     assert there.replace("there.onnx", "here.onnx") == here

@@ -85,7 +85,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
         os.chdir(back)
 
 
-def test_a_run_from_elsewhere_names_data_under_the_servers_directories(world: Elsewhere) -> None:
+def test_remote_run_names_data_under_server_directories(world: Elsewhere) -> None:
     (world.served / "data" / "link.npz").symlink_to(world.served / "data" / "inside.npz")
     for number, file in enumerate(("data/inside.npz", str(world.served / "data" / "inside.npz"), "data/link.npz")):
         settings = settings_of(f"inside-{number}", evaluation={"data": file})
@@ -120,7 +120,7 @@ def test_a_run_from_elsewhere_names_no_other_file(section: str, way: str, world:
     assert world.store.runs.get("outside") is None
 
 
-def test_a_clone_from_elsewhere_keeps_the_data_that_the_machines_owner_named(world: Elsewhere, tmp_path: Path) -> None:
+def test_remote_clone_keeps_data_named_by_owner_of_machine(world: Elsewhere, tmp_path: Path) -> None:
     own, other = save_data(tmp_path / "own.npz"), save_data(tmp_path / "other.npz")
     settings = settings_of("local", evaluation={"data": own})
     create_checked(world.directory, NewRun(settings=settings), local_call("CreateRun", {}))
@@ -188,7 +188,7 @@ def build(**options):
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["data", "model"])
-def test_a_run_that_needs_too_much_memory_is_refused_with_the_limit(
+def test_run_needing_too_much_memory_is_refused_with_limit(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "large_model.py").write_text(MODEL)

@@ -66,7 +66,7 @@ def run(*words: str, code: int = 0) -> str:
     return done.output
 
 
-def test_changes_from_elsewhere_are_stored_with_who_what_where_and_result(place: Place) -> None:
+def test_remote_changes_are_stored_with_who_what_where_result(place: Place) -> None:
     there = place.as_("operator-olga")
     run("devices", "revoke", "camera-7", "--reason", "stolen", *there)
     run("devices", "revoke", "camera-7", *there)
@@ -125,9 +125,7 @@ def test_a_run_that_does_not_exist_has_a_code_of_its_own(place: Place, call: str
     assert refused.value.code == "unknown-run"
 
 
-def test_commands_beside_the_store_are_stored_with_the_local_user(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_beside_store_are_stored_with_local_user(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "root-of-this")
     here = ["--store", str(place.work / "store")]
     run("devices", "revoke", "camera-7", *here)

@@ -61,7 +61,7 @@ def test_a_directory_that_cannot_be_opened_is_no_error(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_a_disk_that_fails_while_a_directory_is_fsynced_is_an_error(
+def test_disk_failure_during_directory_fsync_is_an_error(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(descriptor: int) -> None:
@@ -72,9 +72,7 @@ def test_a_disk_that_fails_while_a_directory_is_fsynced_is_an_error(
         durable.sync_directory(tmp_path)
 
 
-def test_a_server_on_windows_is_refused_before_it_stores_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_on_windows_is_refused_before_storing_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config(
         {**SETTINGS["torch"], "run": {"name": "r", "method": "fedavg"}, "server": {"store": str(tmp_path / "store")}}
     )

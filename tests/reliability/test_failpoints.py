@@ -165,7 +165,7 @@ def test_a_process_says_at_its_start_that_it_will_fail() -> None:
     assert done.stderr == expected
 
 
-def test_an_unknown_name_in_the_variable_is_refused_with_those_that_are_known() -> None:
+def test_unknown_name_in_variable_is_refused_with_known_names() -> None:
     done = run_python("print('works')", "disk.before-renam=kill")
     assert (done.returncode, done.stdout) == (1, "")
     last = done.stderr.splitlines()[-1]
@@ -209,6 +209,6 @@ def test_only_the_named_hit_counts_and_a_star_counts_all() -> None:
     assert fourth.value.errno == errno.ENOSPC
 
 
-def test_a_point_that_is_not_in_the_table_is_found_where_any_is_on() -> None:
+def test_failpoint_missing_from_table_is_found_if_any_is_on() -> None:
     with failpoints.switched_on("disk.before-rename=kill@9"), pytest.raises(FailpointError, match="not in FAILPOINTS"):
         failpoints.hit("disk.somewhere")

@@ -90,9 +90,7 @@ def ask(store: Store, device: str, run: str = RUN) -> None:
 # --- the device of an app
 
 
-def test_a_device_enrols_by_itself_takes_part_and_comes_back_without_its_token(
-    service: Service, tmp_path: Path
-) -> None:
+def test_device_enrols_takes_part_and_returns_without_token(service: Service, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(service.token() + "\n")
     events = EventLog()
@@ -110,7 +108,7 @@ def test_a_device_enrols_by_itself_takes_part_and_comes_back_without_its_token(
     assert len([row for row in service.store.asks.uploads(RUN) if row.device == "app"]) == 2
 
 
-def test_the_key_is_made_on_the_device_and_only_its_owner_can_read_it(service: Service, tmp_path: Path) -> None:
+def test_key_is_made_on_device_and_only_its_owner_can_read_it(service: Service, tmp_path: Path) -> None:
     with make_device(service, tmp_path, device_id="private", enrolment=service.token()) as device:
         device.step(0)
     kept = load_credentials(tmp_path / "tls")
@@ -144,7 +142,7 @@ def test_a_token_for_one_device_is_worth_nothing_to_another(service: Service, tm
     assert not service.store.credentials.has_device("thief")
 
 
-def test_the_command_binds_tokens_to_devices_and_to_a_run_that_is_there(service: Service, tmp_path: Path) -> None:
+def test_command_binds_tokens_to_devices_and_to_an_existing_run(service: Service, tmp_path: Path) -> None:
     service.authority.issue_person(Role.OPERATOR, "binder", 1.0, tmp_path / "binder")
     store = ["--store", str(service.front.store_dir), "--pki", str(service.front.pki)]
     server = ["--server", service.address, "--identity", str(tmp_path / "binder")]
@@ -318,7 +316,7 @@ def test_of_a_signing_request_only_the_key_counts(service: Service) -> None:
 @pytest.mark.parametrize(
     "request_", [b"", b"\x30\x00", bytes(range(64)), b"x" * 5000], ids=["empty", "sequence", "garbage", "long"]
 )
-def test_a_signing_request_that_is_none_is_refused_and_the_token_stays(service: Service, request_: bytes) -> None:
+def test_invalid_signing_request_is_refused_and_token_stays(service: Service, request_: bytes) -> None:
     from fleetdistill.wire.v1 import enrolment_pb2_grpc
 
     secret = service.secret()
@@ -359,7 +357,7 @@ def test_what_is_no_token_is_refused_without_being_shown(tmp_path: Path, text: s
     assert result.value.__cause__ is None
 
 
-def test_the_enrolment_port_as_server_is_refused_before_the_token_is_spent(service: Service, tmp_path: Path) -> None:
+def test_enrolment_port_as_server_is_refused_and_spends_no_token(service: Service, tmp_path: Path) -> None:
     token = service.token()
     wrong = f"127.0.0.1:{read_token(token).port}"
     with pytest.raises(ConfigurationError, match=f"server is '{wrong}', which is the enrolment port; pass the port of"):

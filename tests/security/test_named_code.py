@@ -23,7 +23,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.long
-def test_nothing_that_a_server_names_is_imported_opened_or_executed(result: Any) -> None:
+def test_nothing_named_by_server_is_imported_opened_or_executed(result: Any) -> None:
     assert result["used"] == []
     assert not result["imported"]
     assert result["played"] > 300

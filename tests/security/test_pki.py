@@ -69,7 +69,7 @@ def first_certificate(path: Path) -> x509.Certificate:
 # --- the files
 
 
-def test_init_makes_everything_a_server_needs_readable_by_its_owner_only(tmp_path: Path) -> None:
+def test_init_makes_all_server_files_readable_only_by_owner(tmp_path: Path) -> None:
     pki = tmp_path / "pki"
     done("pki", "init", "--pki", pki, "--names", "fleet.example.org, 192.0.2.7", "--operator", "olga")
     files = {path.relative_to(pki).as_posix(): mode(path) for path in pki.rglob("*") if path.is_file()}
@@ -163,7 +163,7 @@ def test_a_change_of_the_ca_is_begun_once_and_ended_once(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["ca-key.pem", "ca.pem"])
-def test_damaged_and_missing_files_are_a_sentence_without_contents(tmp_path: Path, name: str) -> None:
+def test_damaged_or_missing_file_gives_message_without_contents(tmp_path: Path, name: str) -> None:
     make_pki(tmp_path / "pki")
     path = tmp_path / "pki" / name
     path.write_text("secret words")

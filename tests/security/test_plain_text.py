@@ -21,7 +21,7 @@ def plain_device(port: int, state_dir: Path) -> Device:
     return open_device(server=f"127.0.0.1:{port}", model=model, data=DATA, state_dir=state_dir, allow=COLUMNS)
 
 
-def test_a_device_without_enrolment_before_a_server_of_tls_is_told_so(tmp_path: Path) -> None:
+def test_unenrolled_device_is_told_that_server_requires_tls(tmp_path: Path) -> None:
     make_pki(tmp_path / "pki")
     with secured_front(tmp_path / "store", tmp_path / "pki") as front:
         for port in (front.port, front.enrol_port):
@@ -32,7 +32,7 @@ def test_a_device_without_enrolment_before_a_server_of_tls_is_told_so(tmp_path: 
                 device.run()
 
 
-def test_a_server_that_is_away_or_speaks_no_tls_is_not_taken_for_one(tmp_path: Path) -> None:
+def test_absent_or_plain_server_is_not_taken_for_tls_server(tmp_path: Path) -> None:
     port = free_port()
     assert not accepts_tls(f"127.0.0.1:{port}")
     assert not accepts_tls("no port at all")

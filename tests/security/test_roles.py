@@ -269,7 +269,7 @@ def test_each_role_is_served_what_the_page_says_and_nothing_else(world: World, p
 
 
 @pytest.mark.parametrize("path", ALL)
-def test_without_a_certificate_only_enrolment_is_served_and_only_on_its_port(world: World, path: str) -> None:
+def test_no_certificate_means_enrolment_only_and_on_its_port(world: World, path: str) -> None:
     request = REQUESTS[path](world, identity_of(DEVICE))
     assert verdict(world, None, path, request) == HANDSHAKE
     with world.front.anonymous(enrol=True) as channel:
@@ -318,7 +318,7 @@ def test_a_number_beyond_the_database_is_refused(world: World, name: str) -> Non
     assert verdict(world, world.everyone["viewer"], f"{_operations}/Read", request) == "bad-message"
 
 
-def test_a_certificate_that_expires_on_an_open_connection_is_good_for_nothing_more(world: World) -> None:
+def test_certificate_expired_on_open_connection_allows_nothing(world: World) -> None:
     brief = device_credentials(world.authority, DEVICE, days=3 / 86_400)
     with world.front.channel(brief) as channel:
         heartbeat = f"{_service}/Heartbeat"
@@ -395,7 +395,7 @@ def test_nothing_of_a_request_is_read_before_its_caller_is_known(world: World) -
     assert result[0].reason == "not-allowed"
 
 
-def test_a_revocation_holds_for_the_next_call_on_an_open_connection(world: World) -> None:
+def test_revocation_holds_for_next_call_on_open_connection(world: World) -> None:
     world.store.devices.register(RUN, "soon-gone", sha256(SECRET).digest(), make_profile().SerializeToString())
     credentials = device_credentials(world.authority, "soon-gone")
     heartbeat = f"{_service}/Heartbeat"
@@ -440,7 +440,7 @@ def test_a_revoked_devices_long_poll_brings_nothing(world: World) -> None:
     assert result[0].reason == "revoked"
 
 
-def test_a_revoked_devices_open_download_ends_at_its_next_message(world: World) -> None:
+def test_open_download_of_revoked_device_ends_at_next_message(world: World) -> None:
     world.store.devices.register(RUN, "downloading", sha256(SECRET).digest(), make_profile().SerializeToString())
     identity, payload = identity_of("downloading"), make_payload(300_000)
     asked(world, identity, payload)

@@ -71,7 +71,7 @@ def enter(link: GrpcLink) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_device_renews_before_expiry_and_an_upload_under_way_goes_on(
+def test_device_renews_before_expiry_and_open_upload_continues(
     brief_front: SecuredFront, store: Store, tmp_path: Path
 ) -> None:
     enrolment = enrolment_of(brief_front, tmp_path / "state", make_token(store, brief_front))
@@ -105,9 +105,7 @@ def test_a_device_renews_before_expiry_and_an_upload_under_way_goes_on(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_an_expired_device_comes_back_with_a_fresh_token_and_not_without(
-    brief_front: SecuredFront, store: Store, tmp_path: Path
-) -> None:
+def test_expired_device_returns_only_with_fresh_token(brief_front: SecuredFront, store: Store, tmp_path: Path) -> None:
     state = tmp_path / "state"
     with_token = enrolment_of(brief_front, state, make_token(store, brief_front))
     wait_for_expiry(with_token.current())
@@ -133,7 +131,7 @@ def test_an_expired_device_comes_back_with_a_fresh_token_and_not_without(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_renewal_that_fails_leaves_the_present_certificate_in_use(store: Store, tmp_path: Path) -> None:
+def test_failed_renewal_leaves_present_certificate_in_use(store: Store, tmp_path: Path) -> None:
     days = 9 / 86_400  # a third of which is time enough for a refused connection
     with secured_front(tmp_path / "store", tmp_path / "pki", certificate_days=days) as front:
         enrolment = enrolment_of(front, tmp_path / "state", make_token(store, front))
@@ -143,7 +141,7 @@ def test_a_renewal_that_fails_leaves_the_present_certificate_in_use(store: Store
     assert enrolment.current() is first  # the server is away; the certificate is good for another second
 
 
-def test_renewing_early_gives_the_same_certificate_and_another_key_none(front: SecuredFront, store: Store) -> None:
+def test_early_renewal_gives_same_certificate_and_other_key_none(front: SecuredFront, store: Store) -> None:
     authority = Authority(front.pki)
     key = device_x509.new_key()
     first = front.enrol(read_token(make_token(store, front)).secret, "eager", key)

@@ -107,7 +107,7 @@ def said(*words: str) -> str:
     return done.stdout
 
 
-def test_a_run_is_shown_over_the_network_as_on_the_servers_machine(shown: Shown) -> None:
+def test_run_is_shown_over_network_as_on_server_machine(shown: Shown) -> None:
     empty = said(*shown.here), said("--json", *shown.here)
     assert (said(*shown.there), said("--json", *shown.there)) == empty
     play(shown.store)

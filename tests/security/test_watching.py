@@ -72,7 +72,7 @@ def said(*words: str) -> str:
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["lines", "json"])
-def test_a_run_is_told_over_the_network_as_on_the_servers_machine(watched: Watched, form: list[str]) -> None:
+def test_run_is_followed_over_network_as_on_server_machine(watched: Watched, form: list[str]) -> None:
     watched.end_round(watched.begin_round())
     watched.begin_round()
     watched.store.runs.close_short_round(RUN, 2, "too few answered")

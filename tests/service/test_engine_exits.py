@@ -74,16 +74,14 @@ def failures(config: Path) -> list[str]:
     ("error", "status"),
     [(NoSpaceError("the disk is full"), EXIT_NO_SPACE), (StoreUnavailableError("no database"), EXIT_STORE_AWAY)],
 )
-def test_what_an_engine_waits_for_has_an_exit_status_of_its_own_and_is_no_failure(
+def test_engine_waiting_has_own_exit_status_and_is_no_failure(
     config: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
 ) -> None:
     assert end_of(config, monkeypatch, error) == status
     assert failures(config) == []
 
 
-def test_a_disk_that_is_full_before_the_engine_begins_is_told_so_too(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_before_engine_begins_is_reported_too(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(directory: Path, **given: object) -> Store:
         raise NoSpaceError("the disk is full")
 
@@ -215,7 +213,7 @@ def service(config: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
 
 
 @pytest.mark.parametrize(("code", "what"), [(EXIT_NO_SPACE, "disk space"), (EXIT_STORE_AWAY, "the database")])
-def test_an_engine_that_waits_is_started_every_ten_seconds_with_one_line_at_the_begin_and_one_at_the_end(
+def test_waiting_engine_starts_every_ten_seconds_and_logs_twice(
     service: Service, code: int, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     child = service.look(code, 1 + 11 * 20)
@@ -245,7 +243,7 @@ def test_failures_of_an_engine_that_has_lived_long_do_not_add_up(
     assert service.failed == []
 
 
-def test_a_run_whose_engine_is_given_up_is_stopped_with_the_reason_of_then(service: Service) -> None:
+def test_run_whose_engine_is_given_up_stops_with_latest_reason(service: Service) -> None:
     old = "the engine hangs: it sent no heartbeat for 77 s and was killed"
     service.store.history.add_event(RUN, ENGINE_FAILED, old)
     child = service.look(9, 60)
@@ -265,7 +263,7 @@ def test_a_run_whose_engine_is_given_up_is_stopped_with_the_reason_of_then(servi
     assert service.engines.engines == {}, "its place is free for another run"
 
 
-def test_six_kills_within_seconds_stop_no_run_and_the_run_says_when_it_goes_on(service: Service) -> None:
+def test_six_quick_kills_stop_no_run_and_run_tells_restart_time(service: Service) -> None:
     cause = "the engine was killed by SIGKILL: by hand, or by the kernel because memory was short"
     child = service.look(-signal.SIGKILL, 1)
     while service.history().count(f"{ENGINE_FAILED}: {cause}") < 7:
@@ -349,7 +347,7 @@ def test_an_engine_says_why_it_failed_itself(service: Service) -> None:
     assert service.history()[2:] == [f"{ENGINE_FAILED}: the engine was killed by SIGSEGV"]
 
 
-def test_an_engine_of_a_server_that_is_started_again_is_history_too(service: Service) -> None:
+def test_engine_of_restarted_server_is_in_history_too(service: Service) -> None:
     service.look(None, 1)
     assert service.history() == []
     service.engines = service.start()  # as after a crash of the server
@@ -369,9 +367,7 @@ def test_progress_of_the_run_forgets_earlier_failures(service: Service) -> None:
     assert service.run().status == "preparing"
 
 
-def test_an_engine_that_is_given_up_is_told_though_the_disk_is_full(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_given_up_engine_is_reported_though_disk_is_full(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise NoSpaceError("the disk is full")
 
@@ -409,7 +405,7 @@ def test_only_the_same_failure_at_the_same_point_stops_a_run(failures: list[tupl
             assert pause == min(0.2 * 2 ** (len(seen) - 1), 300)
 
 
-def test_the_pauses_before_a_killed_engine_is_given_up_last_minutes() -> None:
+def test_pauses_before_killed_engine_is_given_up_last_minutes() -> None:
     restarts = Restarts()
     pauses = [restarts.pause_after("killed", 1, killed=True) for _ in range(MAX_KILLS)]
     assert pauses[-1] is None

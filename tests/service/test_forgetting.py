@@ -44,7 +44,7 @@ def needed(store: Store) -> set[str]:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_device_of_a_run_that_is_over_is_forgotten_by_the_server(tmp_path: Path, restarted: bool) -> None:
+def test_server_forgets_device_of_a_finished_run(tmp_path: Path, restarted: bool) -> None:
     (tmp_path / "server").mkdir()
     work = tmp_path / "server"
     with supervised(work, SETTINGS) as (address, _):

@@ -67,9 +67,7 @@ def beat(directory: Path, at: float, file: str = FILE) -> None:
 # --- who watches
 
 
-def test_seconds_without_a_beat_are_counted_whatever_the_beats_say_of_the_time(
-    tmp_path: Path, seconds: Seconds
-) -> None:
+def test_seconds_without_beat_ignore_time_that_beats_report(tmp_path: Path, seconds: Seconds) -> None:
     beats = HeartbeatMonitor(tmp_path, seconds)
     for at in (1e9, 1e9 - 3600, 1e9 + 3600):  # the system's clock is set back and forward
         seconds.now += 1
@@ -327,9 +325,7 @@ def test_a_stopped_front_is_seen_until_it_goes_on(tmp_path: Path) -> None:
         store.close()
 
 
-def test_one_hung_engine_of_several_is_seen_though_the_others_listen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_hung_engine_is_seen_though_the_others_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(tmp_path)
     for run in ("a", "b"):
         store.runs.begin(run, {})

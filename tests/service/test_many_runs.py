@@ -108,7 +108,7 @@ def create(store: Store, *names: str) -> None:
         run_changes.create(store, run_config(settings), start_it=True)
 
 
-def test_the_first_of_the_queue_have_engines_and_the_others_wait_in_order(service: Service) -> None:
+def test_first_of_queue_have_engines_and_others_wait_in_order(service: Service) -> None:
     create(service.store, "a", "b", "c", "d")
     assert service.runs() == ["a", "b"]
     assert service.status() == {"a": "preparing", "b": "preparing", "c": "queued (1 of 2)", "d": "queued (2 of 2)"}
@@ -131,7 +131,7 @@ def test_a_paused_run_frees_its_place_and_comes_back_at_the_end(service: Service
     assert service.runs() == ["a", "c"]
 
 
-def test_a_run_paused_and_resumed_between_two_looks_has_a_new_engine(service: Service) -> None:
+def test_run_paused_and_resumed_between_looks_has_new_engine(service: Service) -> None:
     create(service.store, "a")
     assert service.runs() == ["a"]
     run_changes.change(service.store, "a", RunStatus.PAUSED)
@@ -199,7 +199,7 @@ def check_in(service: Service, run: str, device: str) -> None:
     assert service.store.devices.register(run, device, b"secret", b"")
 
 
-def test_a_run_without_its_devices_gives_up_its_engine_and_joins_the_queue_when_they_come(service: Service) -> None:
+def test_run_without_devices_frees_engine_and_queues_on_return(service: Service) -> None:
     create(service.store, "a", "b", "c", "d")
     assert service.runs() == ["a", "b"]
     service.store.run_control.begin_wait("a", 2)
@@ -259,7 +259,7 @@ def test_an_idle_run_is_queued_by_any_change_of_its_devices(service: Service, ch
     assert service.status()["a"] == "queued (1 of 1)"
 
 
-def test_a_request_to_forget_a_device_queues_a_run_that_waits_for_others(service: Service) -> None:
+def test_request_to_forget_device_queues_run_waiting_for_others(service: Service) -> None:
     create(service.store, "a", "b", "c")
     check_in(service, "a", "camera-1")
     assert service.runs() == ["a", "b"]
@@ -269,9 +269,7 @@ def test_a_request_to_forget_a_device_queues_a_run_that_waits_for_others(service
     assert service.status()["a"] == "queued (1 of 1)"
 
 
-def test_an_engines_place_is_free_again_after_a_start_that_failed(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_place_is_free_again_after_failed_start(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     start, attempts = engine_process.Child, itertools.count()  # type: ignore[attr-defined]
 
     def fail_twice(*given: Any) -> Any:
@@ -291,7 +289,7 @@ def test_an_engines_place_is_free_again_after_a_start_that_failed(
 # --- how many at once
 
 
-def test_by_default_there_is_one_engine_a_gpu_and_each_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_each_gpu_has_one_engine_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert engines_at_once(0) == 2
     assert engines_at_once(7) == 7

@@ -208,7 +208,7 @@ def run_on(store: Store, prepared: Prepared, rounds: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "feddkc"])
-def test_a_finished_run_that_is_extended_ends_as_one_that_had_all_rounds(tmp_path: Path, method: str) -> None:
+def test_extended_finished_run_ends_like_one_that_had_all_rounds(tmp_path: Path, method: str) -> None:
     """FedAvg's first last round delivers a model to the devices; the rounds after it know nothing of that."""
     whole = run_in_memory(prepare(replace(RUNS[method], rounds=3), tmp_path / "whole"))
     parts = Store.in_memory()

@@ -137,7 +137,7 @@ def test_an_engine_whose_run_is_taken_from_it_can_commit_nothing(store: Store, a
     assert store.run_control.assign(RUN) is None, "nor does it get a new one"
 
 
-def test_neither_can_the_engine_of_a_deleted_run_even_if_it_is_made_again(store: Store, tmp_path: Path) -> None:
+def test_engine_of_deleted_run_commits_nothing_even_if_recreated(store: Store, tmp_path: Path) -> None:
     token = begin(store)
     delete(tmp_path / "store", store, RUN)
     run_changes.create(store, config(), start_it=True)
@@ -159,7 +159,7 @@ def test_runs_wait_in_the_order_of_their_last_start(store: Store) -> None:
     assert queue(store) == ["b", "c"]
 
 
-def test_a_failed_run_is_stopped_only_by_its_own_engine_and_started_again(store: Store) -> None:
+def test_failed_run_is_stopped_only_by_own_engine_and_restarted(store: Store) -> None:
     token = begin(store)
     assert not store.run_control.stop_failed(RUN, "another", "the engine failed")
     assert store.run_control.stop_failed(RUN, token, "the engine failed")
@@ -202,7 +202,7 @@ def test_a_stop_closes_the_open_round_and_reports_its_answers(store: Store) -> N
     assert [(row.status, row.reason) for row in store.asks.uploads(RUN)] == [("reported", "round short: run stopped")]
 
 
-def test_devices_of_a_paused_run_wait_and_what_they_have_begun_is_accepted(store: Store) -> None:
+def test_devices_of_paused_run_wait_and_begun_work_is_accepted(store: Store) -> None:
     api = DeviceApi(store)
     begin(store)
     identity = service_pb2.Identity(run=RUN, device="d1")
@@ -254,7 +254,7 @@ def test_what_is_not_possible_is_a_sentence_and_changes_nothing(store: Store) ->
     assert refusal(lambda: run_changes.change(store, RUN, "preparing")) == text
 
 
-def test_a_run_is_created_again_only_with_settings_that_may_change(store: Store) -> None:
+def test_run_is_created_again_only_with_changeable_settings(store: Store) -> None:
     run_changes.create(store, config(rounds=3))
     assert run_changes.create(store, config(rounds=5)).status == "created"
     assert (store.run_control.setup(RUN) or {})["run"]["rounds"] == 5
@@ -276,7 +276,7 @@ def test_a_finished_run_with_more_rounds_waits_to_be_started(store: Store) -> No
     assert row_of(store).status == "running"
 
 
-def test_a_run_of_an_earlier_version_is_started_once_its_configuration_is_known(store: Store) -> None:
+def test_old_version_run_starts_once_its_configuration_is_known(store: Store) -> None:
     store.runs.begin(RUN, config().fixed_part())
     assert queue(store) == [], "nobody starts what an earlier server left"
     assert "does not have the complete configuration" in refusal(

@@ -153,7 +153,7 @@ def test_the_command_cancels(directory: Path) -> None:
     )
 
 
-def test_an_operator_cancels_from_another_machine_and_a_viewer_does_not(tmp_path: Path, store: Store) -> None:
+def test_remote_operator_cancels_and_viewer_does_not(tmp_path: Path, store: Store) -> None:
     authority = make_pki(tmp_path / "pki")
     for role in (Role.OPERATOR, Role.VIEWER):
         authority.issue_person(role, "olga", 1.0, tmp_path / role)

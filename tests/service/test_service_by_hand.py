@@ -150,7 +150,7 @@ def example_run(folder: Path, rounds: int) -> Path:
 
 
 @pytest.mark.long
-def test_the_readmes_service_runs_goes_on_after_ctrl_c_and_finishes(hands: Hands) -> None:
+def test_readme_service_runs_continues_after_ctrl_c_and_finishes(hands: Hands) -> None:
     config = example_run(hands.folder, ROUNDS)
     server, address = hands.serve(config)
 

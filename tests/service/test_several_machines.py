@@ -106,9 +106,7 @@ def test_two_fronts_and_an_engine_on_three_machines_end_a_run(
 @pytest.mark.postgres
 @pytest.mark.s3
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
-def test_a_run_behind_a_load_balancer_survives_the_loss_of_a_front(
-    database_url: str, blobs_url: str, tmp_path: Path
-) -> None:
+def test_run_behind_load_balancer_survives_loss_of_a_front(database_url: str, blobs_url: str, tmp_path: Path) -> None:
     fronts = [Host(tmp_path / f"front-{number}", database_url, blobs_url) for number in range(2)]
     engine = Host(tmp_path / "engine", database_url, blobs_url)
     with contextlib.ExitStack() as stack:

@@ -57,7 +57,7 @@ def test_a_port_in_use_is_one_sentence(tmp_path: Path, busy_port: int) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_changed_configuration_is_refused_and_says_what_changed(tmp_path: Path) -> None:
+def test_changed_configuration_is_refused_and_says_what_changed(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     store.runs.begin(RUN, load_run_config(write_config(tmp_path)).fixed_part())
     store.runs.close_round(RUN, store.runs.start_round(RUN, []), b"checkpoint", [], {})
@@ -77,7 +77,7 @@ def test_where_a_run_is_served_may_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_cleanly_and_the_next_start_goes_on_until_it_is_killed(tmp_path: Path) -> None:
+def test_ctrl_c_ends_cleanly_and_next_start_continues_until_kill(tmp_path: Path) -> None:
     """Children end whichever way the supervisor does."""
     with contextlib.ExitStack() as stack:
         with serve(write_config(tmp_path)) as served:
@@ -106,7 +106,7 @@ def test_ctrl_c_ends_cleanly_and_the_next_start_goes_on_until_it_is_killed(tmp_p
 
 @pytest.mark.long
 @pytest.mark.cold_start
-def test_a_child_that_still_starts_ends_too_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+def test_starting_child_ends_too_when_supervisor_is_killed(tmp_path: Path) -> None:
     with serve(write_config(tmp_path)) as served:
         pids = [served.child(FRONT), served.child(ENGINE)]  # the engine needs seconds to load torch
         served.process.kill()
@@ -143,7 +143,7 @@ def _asks_open(store: Store) -> bool:
     return bool(store.runs.open_round(RUN)) and bool(store.asks.devices_with_open(RUN))
 
 
-def test_a_second_server_of_the_same_run_does_not_disturb_the_first(shared: tuple[Served, Store, Path]) -> None:
+def test_second_server_of_same_run_does_not_disturb_first(shared: tuple[Served, Store, Path]) -> None:
     served, store, config = shared
     owner = run_row(store).engine
     write_config(config.parent, server_listen=f"127.0.0.1:{served.port()}")
@@ -176,9 +176,7 @@ MENDED = BROKEN.replace(
 
 
 @pytest.mark.long
-def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_is_mended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_failing_at_same_point_is_given_up_until_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_predictor.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.syspath_prepend(tmp_path)  # the supervisor hands its own path on
@@ -224,7 +222,7 @@ def test_an_engine_that_fails_at_the_same_point_is_given_up_and_goes_on_once_it_
 
 
 @pytest.mark.long
-def test_a_simulation_that_falls_short_again_and_again_ends_with_a_sentence(tmp_path: Path) -> None:
+def test_simulation_that_keeps_falling_short_ends_with_message(tmp_path: Path) -> None:
     """Two devices check in and never answer."""
     path = write_config(tmp_path, run_deadline_seconds=0.2)
     supervisor = Supervisor(load_run_config(path), log=tmp_path / "server.log", max_short_rounds=3)

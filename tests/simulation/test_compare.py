@@ -81,7 +81,7 @@ def test_only_rows_of_todays_settings_are_taken(
     assert "1 of all have no digest" in line
 
 
-def test_a_run_that_the_comparison_does_not_have_any_more_is_not_taken(compare: Any, tmp_path: Path) -> None:
+def test_run_no_longer_in_comparison_is_not_taken(compare: Any, tmp_path: Path) -> None:
     assert results(compare, tmp_path, {"digest": digest_of_today(compare), "run": "of before"}) == {}
 
 
@@ -198,7 +198,7 @@ def test_every_pair_has_a_budget_of_its_own(tables: Any) -> None:
     assert tables.equal_bytes(pairs, "global").endswith("(+10.0, +30.0), rounds 2 and 4/2")
 
 
-def test_a_run_that_the_budget_gives_no_round_is_said_to_have_none(tables: Any) -> None:
+def test_run_without_a_round_in_budget_is_said_to_have_none(tables: Any) -> None:
     dear = row(bytes_curve=[100.0, 200.0])
     assert tables.equal_bytes([(row(), dear)], "global") == "b has not had a round"
 

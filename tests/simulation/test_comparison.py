@@ -82,7 +82,7 @@ def test_what_a_method_puts_into_the_comparison(method: str, server: Any, furthe
         assert result[1].row().accuracy == 1.0  # device a, which lacks that answer, does not count
 
 
-def test_a_global_model_that_every_device_has_is_no_row_of_its_own() -> None:
+def test_global_model_on_every_device_is_no_row_of_its_own() -> None:
     history = FleetHistory({"a": [KNOWS_0], "b": [KNOWS_0]}, {"a": [True], "b": [True]}, [KNOWS_0])
     cost = Cost(COST.bytes_by_round[:1], 2.0)
     assert [candidate.name for candidate in candidates("classstats", history, SAMPLES, cost)] == ["class statistics"]
@@ -190,9 +190,7 @@ SMALL: dict[str, Any] = {"devices": 2, "train_limit": 200, "test_limit": 60, "se
 
 @pytest.mark.long
 @pytest.mark.pictures
-def test_the_demo_ends_with_the_method_its_controls_and_one_exchange(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_ends_with_method_controls_and_one_exchange(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo().demo(Simulation(method="feddkc", rounds=2, out=tmp_path, **SMALL))
     said = capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
@@ -224,7 +222,7 @@ def test_the_demo_of_class_statistics_makes_no_second_exchange(
 
 
 @pytest.mark.long
-def test_the_exchange_of_a_demo_has_the_data_that_a_proxy_set_left(tmp_path: Path) -> None:
+def test_demo_exchange_has_the_data_left_by_proxy_set(tmp_path: Path) -> None:
     script, wanted = demo(), Simulation(method="cdkt", rounds=1, out=tmp_path, with_fedavg=False, **SMALL)
     report = simulate(wanted)
     exchange = script.same_fleet(wanted, report, tmp_path / "exchange")

@@ -57,7 +57,7 @@ def test_the_accuracy_beside_a_file_is_the_files(method: str, settings: dict[str
 
 
 @pytest.mark.parametrize("method", ["fedavg", "feddkc"])
-def test_devices_beyond_the_first_hundred_have_the_same_accuracy_without_a_file(
+def test_devices_beyond_hundred_have_same_accuracy_without_file(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = run(tmp_path / "every", method)
@@ -83,7 +83,7 @@ def test_feddkd_bn_is_scored_with_the_steps_in_every_round(tmp_path: Path) -> No
         ]
 
 
-def test_what_a_round_brings_counts_for_the_completed_round_before_it(tmp_path: Path) -> None:
+def test_round_delivery_counts_for_the_completed_round_before_it(tmp_path: Path) -> None:
     """Rounds 1, 3 and 4 complete, 2 falls short: its ask brought what round 1 made, and the result is round 4's."""
     store = Store.in_memory()
     store.runs.begin(RUN, {"run": {"name": RUN, "method": "fedavg", "rounds": 3}})

@@ -48,9 +48,7 @@ def named(store: Store) -> set[str]:
 
 @pytest.mark.parametrize("attack", ["scaled", "reversed"])
 @pytest.mark.parametrize("name", AVERAGING)
-def test_what_one_device_sends_does_not_end_a_run_and_the_device_is_named(
-    name: str, attack: str, tmp_path: Path
-) -> None:
+def test_bad_data_of_one_device_ends_no_run_and_device_is_named(name: str, attack: str, tmp_path: Path) -> None:
     store = run(tmp_path, name, attack)
     outcome(store)
     assert HOSTILE in named(store)
@@ -99,7 +97,7 @@ def test_honest_devices_alone_are_not_named(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_global_model_is_about_as_good_as_without_the_hostile_device(tmp_path: Path) -> None:
+def test_global_model_is_about_as_good_as_without_hostile_device(tmp_path: Path) -> None:
     fleet = replace(FLEET, method="fedavg", train_limit=500, rounds=5, settings={"local_epochs": 4})
 
     def accuracy(**changes: Any) -> float:

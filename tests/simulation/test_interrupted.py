@@ -91,9 +91,7 @@ class Impatient:
 
 
 @pytest.mark.long
-def test_an_interrupted_simulation_writes_what_there_is_and_goes_on_to_the_same_end(
-    tmp_path: Path, undisturbed: object
-) -> None:
+def test_interrupted_simulation_writes_part_and_reaches_same_end(tmp_path: Path, undisturbed: object) -> None:
     wanted = replace(FLEET, out=tmp_path / "out")
     moments = {("fleet", 0): None, ("fleet", 1): 1, ("fleet", 3): 3, ("alone", 4): 3, ("fedavg", 2): 3}
     for moment, completed in moments.items():
@@ -161,7 +159,7 @@ def interrupt(program: ForkedProgram, out: Path, rounds: int, number: signal.Sig
 
 @pytest.mark.slow
 @pytest.mark.parametrize("link", ["memory", pytest.param("grpc", marks=pytest.mark.long)])
-def test_a_process_that_is_interrupted_or_killed_goes_on_to_the_same_end(
+def test_interrupted_or_killed_process_continues_to_same_end(
     tmp_path: Path, undisturbed: tuple[dict[str, Any], Mapping[str, bytes]], link: str
 ) -> None:
     out = tmp_path / "out"
@@ -189,7 +187,7 @@ def test_ctrl_c_does_not_wait_for_the_work_that_goes_on(tmp_path: Path, link: st
     assert "interrupted before the first round was complete" in program.said
 
 
-def test_ctrl_c_while_the_supervisor_starts_leaves_no_server_behind(
+def test_ctrl_c_while_supervisor_starts_leaves_no_server_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`Thread.start` waits for the thread, which already runs: that is where Ctrl-C arrives on a busy machine."""
@@ -279,7 +277,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_simulation_that_is_refused_leaves_no_trace_and_harms_no_other(name: str, tmp_path: Path) -> None:
+def test_refused_simulation_leaves_no_trace_and_harms_no_other(name: str, tmp_path: Path) -> None:
     options, sentence = WRONG[name]
     out = ["--out", str(tmp_path / "out")]
     told = CliRunner().invoke(app, ["simulate", *out, *options])
@@ -315,7 +313,7 @@ def test_ctrl_c_before_the_first_round_says_how_to_go_on(
         assert not out.exists()
 
 
-def test_a_folder_whose_settings_were_not_written_yet_is_begun_anew(tmp_path: Path) -> None:
+def test_folder_without_written_settings_is_begun_anew(tmp_path: Path) -> None:
     wanted = replace(FLEET, out=tmp_path / "out")
     with open_folder(wanted, "refuse") as work:
         (work / "simulation.json").unlink()

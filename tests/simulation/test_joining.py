@@ -50,7 +50,7 @@ SMALL = Simulation(
     seed=st.integers(0, 2**32 - 1),
     data=st.data(),
 )
-def test_held_out_rows_are_the_devices_own_and_every_class_keeps_one(
+def test_held_out_rows_are_of_own_device_and_classes_keep_one(
     labels: list[int], share: float, seed: int, data: st.DataObject
 ) -> None:
     rows = np.array(sorted(data.draw(st.sets(st.integers(0, len(labels) - 1), min_size=1))))
@@ -97,7 +97,7 @@ def test_a_simulated_device_trains_on_the_rest_of_its_samples(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("method", "each"), [("feddkc", 3), ("fedd2s", 3), ("fedavg", 3 + 1), ("feddkd", 3 + 1)])
-def test_every_verdict_is_in_the_runs_table_the_devices_and_the_totals(method: str, each: int, tmp_path: Path) -> None:
+def test_every_verdict_is_in_tables_of_run_devices_and_totals(method: str, each: int, tmp_path: Path) -> None:
     """One verdict a device and round, and one on the end result where the method brings one."""
     models = ("fedd2s_digits",) if method == "fedd2s" else SMALL.models
     store = run_in_memory(prepare(replace(SMALL, method=method, models=models), tmp_path / "work"))
@@ -114,7 +114,7 @@ def test_every_verdict_is_in_the_runs_table_the_devices_and_the_totals(method: s
     assert [row["kept"] + row["replaced"] for row in views.devices(store, RUN).lists["devices"]] == [each] * 3
 
 
-def test_the_report_counts_them_and_nothing_is_counted_without_validation_data(tmp_path: Path) -> None:
+def test_report_counts_verdicts_only_with_validation_data(tmp_path: Path) -> None:
     wanted = replace(SMALL, with_alone=False, with_fedavg=False, rounds=2)
     report = simulate(replace(wanted, out=tmp_path / "with"))
     assert report.models_kept + report.models_replaced == 3 * 2
@@ -122,7 +122,7 @@ def test_the_report_counts_them_and_nothing_is_counted_without_validation_data(t
     assert (without.models_kept, without.models_replaced) == (0, 0)
 
 
-def test_a_device_can_not_make_more_of_its_verdicts_than_they_are() -> None:
+def test_device_cannot_make_more_of_its_verdicts_than_they_are() -> None:
     store = Store.in_memory()
     store.runs.begin("r", {"run": {"name": "r", "method": "feddkc", "rounds": 1}})
     number = store.runs.start_round("r", ["a", "b", "c"])
@@ -150,7 +150,7 @@ def cohort_of(store: Store, number: int) -> StoreCohort:
     return StoreCohort(store, terms, waker=Never(), number=number, completed=0, devices=["a", "b"])
 
 
-def test_a_round_that_is_played_again_notes_the_same_once_however_long_it_is() -> None:
+def test_replayed_round_notes_same_text_once_however_long() -> None:
     """The store keeps a bounded part of a text, which is what a replay is held against."""
     store = Store.in_memory()
     for number in (1, 1, 2):
@@ -172,7 +172,7 @@ class Never:
         return
 
 
-def test_a_guard_that_fires_is_counted_once_and_shown_and_other_events_are_not() -> None:
+def test_fired_guard_is_counted_once_and_other_events_are_not() -> None:
     store = Store.in_memory()
     store.runs.begin("r", {"run": {"name": "r", "method": "feddkc", "rounds": 3}})
     for _ in range(2):
@@ -197,7 +197,7 @@ def test_a_guard_that_fires_is_counted_once_and_shown_and_other_events_are_not()
 # --- declining
 
 
-def test_a_device_that_has_lost_its_teacher_declines_the_step_and_the_run_goes_on(
+def test_device_that_lost_its_teacher_declines_and_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that lost its last writes with the power: the server has the receipt, the device knows nothing of it."""
@@ -250,7 +250,7 @@ def _go(store: Store, device: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["leaves", "is revoked"])
-def test_a_device_that_goes_while_its_ask_is_made_is_not_waited_for(how: str) -> None:
+def test_device_leaving_while_its_ask_is_made_is_not_waited_for(how: str) -> None:
     """Its payload is ready, that of the next device is being made, nothing is written yet."""
     store = Store.in_memory()
     store.runs.begin("r", {"run": {"name": "r"}})

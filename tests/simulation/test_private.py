@@ -88,7 +88,7 @@ def test_a_hostile_device_that_flips_its_labels_is_named(tmp_path):
         ({"hostile": 1, "attack": "scaled"}, "attack 'scaled' has no effect in a private simulation"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_folder_is_changed(tmp_path, changes, says):
+def test_impossible_setting_is_refused_before_folder_is_changed(tmp_path, changes, says):
     with pytest.raises(ConfigurationError, match=says):
         simulate(replace(FLEET, out=tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()

@@ -89,7 +89,7 @@ def test_a_wide_terminal_has_every_column(report: FleetReport) -> None:
     ]
 
 
-def test_the_picture_of_an_interrupted_simulation_names_the_round(
+def test_picture_of_interrupted_simulation_names_the_round(
     report: FleetReport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     drawn: list[Mapping[str, Any]] = []

@@ -139,7 +139,7 @@ def make_device(directory: Path, **settings: Any) -> Device:
         ({"run": "digits", "device_id": "d2"}, "device id 'd1'", "'d2'"),
     ],
 )
-def test_a_directory_of_another_run_or_device_is_refused_and_let_go(
+def test_directory_of_other_run_or_device_is_refused_and_freed(
     tmp_path: Path, settings: dict[str, str], known: str, given: str
 ) -> None:
     (tmp_path / "device.json").write_text(json.dumps({"device": "d1", "run": "digits", "secret": "ab" * 32}))
@@ -264,9 +264,7 @@ def whole_answer(storage: Storage) -> bool:
     return True
 
 
-def test_a_crash_while_an_answer_is_put_away_leaves_all_of_it_or_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_while_storing_answer_leaves_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(storage: Storage) -> None:
         storage.save("state.safetensors", b"old state")
 
@@ -282,9 +280,7 @@ def test_a_crash_while_an_answer_is_put_away_leaves_all_of_it_or_nothing(
         storage.close()
 
 
-def test_what_an_earlier_crash_left_never_mixes_with_a_new_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remains_of_earlier_crash_never_mix_with_new_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process died while it cleared the outbox, started again, and died while it put the next answer away."""
 
     def prepare(storage: Storage) -> None:
@@ -301,7 +297,7 @@ def test_what_an_earlier_crash_left_never_mixes_with_a_new_answer(
         storage.close()
 
 
-def test_a_crash_while_a_receipt_is_settled_keeps_the_answer_or_its_state(
+def test_crash_while_settling_receipt_keeps_answer_or_its_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def prepare(storage: Storage) -> None:
@@ -317,9 +313,7 @@ def test_a_crash_while_a_receipt_is_settled_keeps_the_answer_or_its_state(
     assert outcomes == {(True, b"old state"), (False, b"new state")}
 
 
-def test_a_crash_while_a_receipt_is_settled_delivers_what_was_reported_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_while_settling_delivers_reported_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the answer is pending either model may lie there: settling again delivers the new one."""
 
     def prepare(storage: Storage) -> None:
@@ -338,7 +332,7 @@ def test_a_crash_while_a_receipt_is_settled_delivers_what_was_reported_once(
     assert outcomes == {(True, b"old model"), (True, b"new model"), (False, b"new model")}
 
 
-def test_a_model_that_a_crash_left_behind_is_not_delivered_by_an_answer_that_keeps_it(tmp_path: Path) -> None:
+def test_model_left_by_crash_is_not_delivered_by_later_answer(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     storage.save("delivered.safetensors", b"old model")
     put(storage, delivered=b"never reported")
@@ -483,7 +477,7 @@ def test_missing_data_are_a_state_error(tmp_path: Path) -> None:
     storage.close()
 
 
-def test_a_manifest_without_its_candidate_is_an_answer_that_has_its_receipt(tmp_path: Path) -> None:
+def test_manifest_without_candidate_is_answer_with_receipt(tmp_path: Path) -> None:
     """The crash fell between promoting the candidate and clearing the outbox."""
     storage = Storage(tmp_path)
     put(storage)
@@ -496,7 +490,7 @@ def test_a_manifest_without_its_candidate_is_an_answer_that_has_its_receipt(tmp_
 # --- room
 
 
-def test_an_answer_over_the_devices_bound_is_no_answer_and_leaves_everything_as_it_was(tmp_path: Path) -> None:
+def test_answer_over_device_limit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     needed = make_payload().data_bytes + len(b"new state")
     storage = Storage(tmp_path, max_answer_bytes=needed - 1)
     storage.save("state.safetensors", b"old state")
@@ -514,9 +508,7 @@ def test_an_answer_over_the_devices_bound_is_no_answer_and_leaves_everything_as_
     exact.close()
 
 
-def test_an_answer_that_the_disk_has_no_room_for_is_said_before_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answer_without_disk_space_is_refused_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(tmp_path)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
@@ -527,7 +519,7 @@ def test_an_answer_that_the_disk_has_no_room_for_is_said_before_it_is_written(
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_a_disk_that_fills_up_half_way_keeps_no_half_answer_and_the_next_one_fits(
+def test_disk_filled_half_way_keeps_no_half_answer_and_next_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     storage = Storage(tmp_path)
@@ -552,7 +544,7 @@ def test_a_disk_that_fills_up_half_way_keeps_no_half_answer_and_the_next_one_fit
     storage.close()
 
 
-def test_an_answer_without_a_receipt_is_never_overwritten_by_another(tmp_path: Path) -> None:
+def test_answer_without_receipt_is_never_overwritten_by_another(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     put(storage)
     with pytest.raises(
@@ -566,7 +558,7 @@ def test_an_answer_without_a_receipt_is_never_overwritten_by_another(tmp_path: P
 # --- tries, attempts and outcomes
 
 
-def test_tries_are_counted_over_restarts_and_from_anew_for_the_next_answer(tmp_path: Path) -> None:
+def test_tries_survive_restarts_and_begin_anew_for_next_answer(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     put(storage)
     assert storage.outbox.tries == 0
@@ -599,7 +591,7 @@ def test_attempts_are_counted_over_restarts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("act", [lambda outbox: outbox.promote(replaced=True), Outbox.drop])
-def test_a_crash_never_hides_from_the_app_what_became_of_an_answer(
+def test_crash_never_hides_outcome_of_answer_from_app(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Outbox], None]
 ) -> None:
     """At every moment the answer is still to be settled, or there is something to tell."""

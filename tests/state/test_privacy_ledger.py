@@ -121,7 +121,7 @@ def test_a_damaged_ledger_is_never_replaced(tmp_path, damage):
     assert (tmp_path / "privacy.json").read_bytes() == damage
 
 
-def test_a_ledger_that_is_missing_beside_a_release_does_not_begin_again(tmp_path):
+def test_missing_ledger_beside_a_release_does_not_begin_again(tmp_path):
     record(PrivacyLedger(Files(tmp_path)))
     (tmp_path / "released.npz").write_bytes(b"of that release")
     (tmp_path / "privacy.json").unlink()

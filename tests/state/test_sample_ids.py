@@ -37,7 +37,7 @@ def test_ids_are_unique_stable_and_never_used_again(readings: list[list[int]]) -
             before, used = now, used | now.keys()
 
 
-def test_the_table_takes_24_bytes_a_sample_and_only_the_owner_reads_it(tmp_path: Path) -> None:
+def test_table_takes_24_bytes_a_sample_and_only_owner_reads_it(tmp_path: Path) -> None:
     SampleIds(Files(tmp_path)).of(np.random.default_rng(0).integers(0, 256, (1000, 16), np.uint8))
     status = (tmp_path / FILE).stat()
     assert status.st_size == 36 + 24 * 1000
@@ -45,7 +45,7 @@ def test_the_table_takes_24_bytes_a_sample_and_only_the_owner_reads_it(tmp_path:
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b"", lambda b: b"x" + b[1:], lambda b: b[:20]])
-def test_a_damaged_table_is_an_error_because_ids_could_be_used_twice(tmp_path: Path, damage) -> None:
+def test_damaged_table_is_error_because_ids_could_be_used_twice(tmp_path: Path, damage) -> None:
     table = SampleIds(Files(tmp_path))
     table.of(digests([1, 2]))
     (tmp_path / FILE).write_bytes(damage((tmp_path / FILE).read_bytes()))

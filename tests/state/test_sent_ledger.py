@@ -75,7 +75,7 @@ def test_the_file_is_private_to_its_owner(tmp_path: Path) -> None:
     assert (tmp_path / LEDGER).stat().st_mode & 0o777 == 0o600
 
 
-def test_old_entries_become_totals_of_their_months_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_old_entries_become_monthly_totals_and_nothing_is_lost(tmp_path: Path) -> None:
     month = 30 * 86400
     entries = [answer(number, NOVEMBER + number * month / 500, size=number) for number in range(1, MAX_ENTRIES)]
     lines = SentLedger(Files(tmp_path))
@@ -144,7 +144,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @settings(deadline=None)
 @given(data=st.data())
-def test_a_changed_bit_or_a_cut_is_reported_and_the_other_lines_are_kept(
+def test_changed_bit_or_cut_is_reported_and_other_lines_are_kept(
     three: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     directory = tmp_path_factory.mktemp("damaged")

@@ -49,7 +49,7 @@ def test_nested_state_comes_back_with_its_types(state: Any) -> None:
     assert_same(unpack_state(pack_state(state)), state)
 
 
-def test_equal_states_have_equal_bytes_and_every_changed_bit_is_noticed() -> None:
+def test_equal_states_have_equal_bytes_and_changes_are_noticed() -> None:
     state = {"a": torch.arange(3.0), "crc32c": '"crc32c": "00000000"', "b": [1, None]}
     packed = pack_state(state)
     assert all(pack_state(state) == packed for _ in range(20))
@@ -73,7 +73,7 @@ def test_a_tensor_in_several_places_is_packed_once() -> None:
 
 
 @pytest.mark.parametrize("key", [0, "tensor", "items", ""])
-def test_a_key_that_looks_like_the_file_s_own_words_is_only_a_key(key: str | int) -> None:
+def test_key_that_looks_like_words_of_the_file_is_only_a_key(key: str | int) -> None:
     state = {key: torch.ones(2), "more": {key: {key: [torch.zeros(1)]}}}
     assert_same(unpack_state(pack_state(state)), state)
 

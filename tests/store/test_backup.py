@@ -162,7 +162,7 @@ def test_devices_that_are_ahead_of_a_restored_server_go_on(server: Server, tmp_p
     again.store.close()
 
 
-def test_a_device_of_the_sdk_checks_in_again_where_a_restored_server_does_not_know_it(tmp_path: Path) -> None:
+def test_sdk_device_checks_in_again_at_restored_server(tmp_path: Path) -> None:
     config, (spec, *_), work = prepare(replace(SMALL, method="fedavg"), tmp_path / "work")
     before = Store.open(work / "store")
     engine = Engine(before, config, _Nobody())
@@ -284,7 +284,7 @@ def test_a_backup_that_was_not_finished_is_none(server: Server, tmp_path: Path) 
     assert not (tmp_path / "restored").exists()
 
 
-def test_a_restore_that_dies_leaves_no_half_store_and_can_be_done_again(server: Server, tmp_path: Path) -> None:
+def test_dying_restore_leaves_no_half_store_and_can_be_repeated(server: Server, tmp_path: Path) -> None:
     backup(server.directory, tmp_path / "backup")
     with failpoints.switched_on("restore.before-rename=error:EIO"), pytest.raises(StoreError, match="a failpoint"):
         restore(tmp_path / "backup", tmp_path / "restored")

@@ -59,7 +59,7 @@ def test_checkpoints_come_back_and_are_named_by_their_content(store: Store) -> N
     assert (store.blobs.get_state(first), store.blobs.get_state(second)) == (b"state", b"other")
 
 
-def test_staging_goes_on_where_it_was_and_starts_afresh_for_other_parts(store: Store) -> None:
+def test_staging_continues_and_starts_afresh_for_other_parts(store: Store) -> None:
     payload, data = make_payload(), data_of(make_payload())
     assert store.blobs.staged("key") == 0
     staging = store.blobs.stage("key", payload.parts)

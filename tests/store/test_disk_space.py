@@ -111,7 +111,7 @@ def test_an_upload_that_ends_gives_its_room_back(tmp_path: Path) -> None:
     sender.store.close()
 
 
-def test_an_upload_that_is_broken_off_takes_no_room_from_the_others(tmp_path: Path) -> None:
+def test_broken_off_upload_takes_no_room_from_others(tmp_path: Path) -> None:
     """It had declared a megabyte and brought nothing, or a little again and again."""
     sender = Sender(tmp_path / "store", 3.0)
     for _ in range(5):
@@ -248,7 +248,7 @@ def test_an_engine_waits_for_space_and_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_front_says_no_space_and_takes_the_answer_once_there_is_some(tmp_path: Path) -> None:
+def test_front_says_no_space_and_takes_answer_once_there_is_some(tmp_path: Path) -> None:
     store = prepare_store(tmp_path / "store")
     number = open_round(store, "d1")
     write_asks(store, number, "d1")
@@ -290,7 +290,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(mounted)], check=True)
 
 
-def test_a_small_disk_is_never_filled_by_uploads_and_none_is_lost(small_disk: Path) -> None:
+def test_uploads_never_fill_a_small_disk_and_none_is_lost(small_disk: Path) -> None:
     """Eight devices send at once what would not fit twice over; each is acknowledged or told that there is no space."""
     store = prepare_store(small_disk / "store")
     names = [f"d{number}" for number in range(8)]

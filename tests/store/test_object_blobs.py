@@ -48,7 +48,7 @@ def test_what_one_host_stores_another_reads(hosts: tuple[Store, Store], tmp_path
     assert copies(tmp_path / "host-1") == []  # only what is read is copied
 
 
-def test_a_bucket_that_does_not_exist_is_found_before_a_run_is_registered(
+def test_missing_bucket_is_found_before_run_is_registered(
     object_store: ObjectStore, blobs_url: str, tmp_path: Path
 ) -> None:
     set_location(tmp_path, Location(blobs="s3://no-bucket/store"))
@@ -61,7 +61,7 @@ def test_a_bucket_that_does_not_exist_is_found_before_a_run_is_registered(
         register(store, config)
 
 
-def test_an_upload_that_the_object_store_refused_is_committed_again(
+def test_upload_refused_by_object_store_is_committed_again(
     object_store: ObjectStore, blobs_url: str, tmp_path: Path
 ) -> None:
     set_location(tmp_path, Location(blobs="s3://late-bucket/store"))

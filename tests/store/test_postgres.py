@@ -50,7 +50,7 @@ def texts(store: Store) -> list[str]:
     return [event.text for event in store.history.events(RUN)]
 
 
-def test_placeholders_are_numbered_in_order_and_keep_their_own_numbers() -> None:
+def test_placeholders_are_numbered_in_order_or_keep_own_numbers() -> None:
     assert number_parameters("a = ? AND b = ?") == "a = $1 AND b = $2"
     assert number_parameters("a = ?2 AND b = ?1 AND c = ?2") == "a = $2 AND b = $1 AND c = $2"
 
@@ -67,7 +67,7 @@ def test_a_store_outlives_a_crash_of_the_server(own_server: Postgres, tmp_path: 
         store.close()
 
 
-def test_a_transaction_that_loses_the_server_leaves_nothing_behind(own_server: Postgres, tmp_path: Path) -> None:
+def test_transaction_losing_the_server_leaves_nothing_behind(own_server: Postgres, tmp_path: Path) -> None:
     with own_server.schema() as url:
         store = Store.open(placed(tmp_path / "store", url))
         store.runs.begin(RUN, {})
@@ -87,7 +87,7 @@ def test_a_transaction_that_loses_the_server_leaves_nothing_behind(own_server: P
         store.close()
 
 
-def test_calls_fail_soon_while_the_server_is_away_and_the_log_says_when_it_is_back(
+def test_calls_fail_soon_without_server_and_log_tells_its_return(
     own_server: Postgres, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with own_server.schema() as url:
@@ -138,7 +138,7 @@ def test_commits_are_durable_even_where_the_role_turned_that_off(directory: Path
         postgres.run("ALTER ROLE postgres RESET synchronous_commit")
 
 
-def test_a_failed_statement_in_a_transaction_is_never_taken_for_a_commit(directory: Path) -> None:
+def test_failed_statement_in_transaction_is_never_a_commit(directory: Path) -> None:
     store = Store.open(directory)
     store.runs.begin(RUN, {})
 
@@ -178,7 +178,7 @@ def test_one_process_writes_at_a_time(directory: Path) -> None:
         store.close()
 
 
-def test_the_lock_for_deletions_is_free_before_the_server_notices_a_closed_connection(
+def test_deletion_lock_is_free_before_server_notices_the_close(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unnoticed: list[Any] = []
@@ -253,7 +253,7 @@ def test_a_backup_names_the_tools_to_use(directory: Path, tmp_path: Path) -> Non
         ("mysql://me:secret@host/db", "[server]: database must be a URL such as postgresql://"),
     ],
 )
-def test_a_wrong_database_setting_is_refused_without_its_password(url: str, expected: str, tmp_path: Path) -> None:
+def test_wrong_database_setting_is_refused_without_its_password(url: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(f'[server]\ndatabase = "{url}"\n')
     with pytest.raises(ConfigurationError) as error:

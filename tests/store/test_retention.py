@@ -160,7 +160,7 @@ def staged_keys(store: Store) -> list[str]:
     return sorted(item.key for item in store.blobs.staging())
 
 
-def test_an_orphan_goes_when_it_is_old_and_stays_while_it_is_young(on_disk: Store) -> None:
+def test_orphan_is_removed_when_old_and_stays_while_young(on_disk: Store) -> None:
     """The front renames a payload into place before it commits the receipt's row."""
     payload = make_payload()
     on_disk.blobs.put(payload)
@@ -297,7 +297,7 @@ def test_a_run_that_goes_on_keeps_what_it_needs(store: Store) -> None:
         prune(store, "nonsense")
 
 
-def test_a_finished_run_can_be_deleted_whole_and_leaves_others_alone(store: Store) -> None:
+def test_finished_run_can_be_deleted_whole_and_spares_others(store: Store) -> None:
     store.runs.begin("other", {})
     for run in (RUN, "other"):
         store.runs.set_checkpoint(run, store.blobs.put_state(b"the same state"))

@@ -69,9 +69,7 @@ def statuses(store: Store) -> list[str]:
         ("classstats", 0),
     ],
 )
-def test_devices_of_every_method_go_on_from_the_state_that_a_run_was_set_back_to(
-    method: str, to: int, tmp_path: Path
-) -> None:
+def test_devices_of_every_method_continue_from_rolled_back_state(method: str, to: int, tmp_path: Path) -> None:
     prepared, store = prepare(RUNS[method], tmp_path / "work"), Store.in_memory()
     play(prepared, store)
     kept = {checkpoint.round: checkpoint for checkpoint in store.runs.checkpoints(RUN)}
@@ -185,7 +183,7 @@ def test_what_cannot_be_is_refused_with_what_can(given: list[str], told: str, pl
     assert told in done.output
 
 
-def test_later_checkpoints_are_gone_and_an_undone_round_is_refused(played: tuple[Prepared, Path]) -> None:
+def test_later_checkpoints_are_gone_and_undone_round_is_refused(played: tuple[Prepared, Path]) -> None:
     store = Store.open(played[1])
     undone = store.runs.checkpoints(RUN)[2].sha256
     assert roll_back(store, RUN, 1) == RolledBack(completed_rounds=1, undone=1)
@@ -226,7 +224,7 @@ def test_a_run_that_a_server_works_on_is_stopped_first(
     store.close()
 
 
-def test_a_checkpoint_that_cannot_be_read_leaves_the_run_as_it_is(played: tuple[Prepared, Path]) -> None:
+def test_unreadable_checkpoint_leaves_run_unchanged(played: tuple[Prepared, Path]) -> None:
     store = Store.open(played[1])
     before = row_of(store)
     store.blobs.drop(store.runs.checkpoints(RUN)[1].sha256)
@@ -253,7 +251,7 @@ def test_a_rollback_that_is_killed_is_whole_or_not_there(point: str, played: tup
     store.close()
 
 
-def test_an_engine_that_nobody_knows_of_loses_the_run_and_its_open_round(tmp_path: Path) -> None:
+def test_rollback_takes_run_and_open_round_from_unknown_engine(tmp_path: Path) -> None:
     config, specs, _ = prepare(RUNS["fedavg"], tmp_path / "work")
     store = Store.in_memory()
     api = DeviceApi(store)

@@ -95,7 +95,7 @@ def test_a_run_is_found_again_with_its_progress(store: Store) -> None:
     assert len(store.runs.all()) == 1
 
 
-def test_a_run_with_a_changed_configuration_is_refused_and_told_what_changed(store: Store) -> None:
+def test_run_with_changed_configuration_is_refused_with_changes(store: Store) -> None:
     changed = {"run": {"name": RUN, "rounds": 5, "seed": 1}, "method": {}}
     with pytest.raises(RunError) as error:
         store.runs.begin(RUN, changed)
@@ -152,7 +152,7 @@ def test_an_engine_that_lost_its_run_writes_nothing(store: Store) -> None:
 # --- devices
 
 
-def test_devices_are_present_in_bytewise_order_and_others_are_not(store: Store) -> None:
+def test_only_present_devices_are_listed_in_bytewise_order(store: Store) -> None:
     for device in ("é", "b", "a2", "B", "a10"):
         assert store.devices.register(RUN, device, b"hash", b"profile")
     store.devices.mark_absent(RUN, "b", "device left")
@@ -174,7 +174,7 @@ def test_a_device_keeps_the_secret_of_its_first_check_in(store: Store) -> None:
     assert store.devices.get(RUN, "b") is None
 
 
-def test_a_device_that_is_gone_leaves_its_open_asks_and_keeps_its_answers(store: Store) -> None:
+def test_departed_device_leaves_open_asks_and_keeps_its_answers(store: Store) -> None:
     store.devices.register(RUN, "a", b"hash", b"")
     (done,) = ask_devices(store, "a")
     accept(store, done)
@@ -277,7 +277,7 @@ def test_closing_a_round_leaves_other_rounds_and_runs_alone(store: Store) -> Non
     assert store.runs.open_round("other") is not None
 
 
-def test_an_upload_is_used_once_even_if_a_later_round_names_its_ask(store: Store) -> None:
+def test_upload_is_used_once_even_if_later_round_names_its_ask(store: Store) -> None:
     number = store.runs.start_round(RUN, ["a"])
     (ask,) = ask_devices(store, "a")
     accept(store, ask)
@@ -309,7 +309,7 @@ def test_a_rollback_takes_back_answers_to_rounds_before_it(store: Store) -> None
 
 @settings(max_examples=30)
 @given(st.data())
-def test_every_receipt_is_used_or_reported_once_its_round_is_over(data: st.DataObject) -> None:
+def test_every_receipt_is_used_or_reported_once_round_is_over(data: st.DataObject) -> None:
     """The promise behind a receipt: never lost, never counted twice."""
     with_memory = Store.in_memory()
     with_memory.runs.begin(RUN, CONFIG)
@@ -392,7 +392,7 @@ def test_a_note_of_refusals_has_the_time_of_the_newest(store: Store) -> None:
     assert (event.text, event.at) == ("4 further refusals", 200.0)
 
 
-def test_an_event_number_that_came_again_is_not_taken_for_the_note_of_before(store: Store) -> None:
+def test_reused_event_number_is_not_taken_for_earlier_note(store: Store) -> None:
     known = store.history.note_refusals_left_out(RUN, "a", "3 further refusals", None)
     assert store.history.note_refusals_left_out(RUN, "a", "4 further refusals", known) == known
     store.runs.delete(RUN)
@@ -531,7 +531,7 @@ def test_a_figure_reported_again_is_replaced_whole(store: Store) -> None:
     assert (row.sum, row.count, row.by_class) == (3.0, 4, {"0": (3.0, 4)})
 
 
-def test_figures_come_by_round_and_device_and_only_those_asked_for(store: Store) -> None:
+def test_only_requested_figures_come_by_round_and_device(store: Store) -> None:
     for number, device in ((2, "a"), (1, "b"), (1, "a")):
         store.history.add_figures(RUN, number, device, make_metrics())
     store.history.add_figures(RUN, 1, "a", make_metrics(name="loss"))
@@ -543,7 +543,7 @@ def test_figures_come_by_round_and_device_and_only_those_asked_for(store: Store)
     assert store.history.figures(RUN, "accuracy", "train") == []
 
 
-def test_figures_of_the_last_round_are_those_of_the_last_completed_one(store: Store) -> None:
+def test_figures_of_last_round_are_of_last_completed_round(store: Store) -> None:
     assert store.history.figures_of_last_round(RUN, "accuracy", "test") == []
     for number, device in ((1, "a"), (2, "b"), (2, "a"), (3, "a")):
         store.history.add_figures(RUN, number, device, make_metrics())

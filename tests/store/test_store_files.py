@@ -171,7 +171,7 @@ def test_everything_is_there_after_reopening(directory: Path) -> None:
     again.close()
 
 
-def test_two_stores_on_one_directory_see_each_other_s_commits_and_nothing_else(store: Store, directory: Path) -> None:
+def test_two_stores_in_one_directory_see_only_committed_changes(store: Store, directory: Path) -> None:
     other = Store.open(directory)
     with store.transaction():
         store.history.add_event(RUN, "kind", "text")
@@ -214,7 +214,7 @@ def _open_and_register(directory: Path, barrier: Any, device: str, answers: Any)
         answers.put(repr(error))
 
 
-def test_processes_that_open_a_new_store_at_the_same_moment_all_can(tmp_path: Path) -> None:
+def test_processes_opening_new_store_at_same_moment_all_succeed(tmp_path: Path) -> None:
     """Front and engine start together: one makes the tables, the other waits."""
     context = multiprocessing.get_context("fork")
     for attempt in range(5):
@@ -266,9 +266,7 @@ def test_a_database_that_stays_locked_is_not_available(directory: Path, monkeypa
         store.devices.register(RUN, "d0", b"s" * 32, b"")
 
 
-def test_a_reader_opens_a_store_that_a_simulation_creates_at_the_same_moment(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reader_opens_store_while_simulation_creates_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader finds no tables and waits for the lock, which the simulation then holds until its first save."""
     connect = sqlite3.connect
     simulations: list[RoundStore] = []
@@ -479,7 +477,7 @@ class _Sender:
             session.abandon()
 
 
-def test_an_upload_to_a_full_disk_gets_no_receipt_and_succeeds_once_there_is_space(small_disk: Path) -> None:
+def test_upload_to_full_disk_gets_receipt_only_once_space_exists(small_disk: Path) -> None:
     store = Store.open(small_disk / "store")
     store.runs.begin(RUN, {})
     sender = _Sender(store, make_payload(20_000))  # 880 kB
@@ -498,7 +496,7 @@ def test_an_upload_to_a_full_disk_gets_no_receipt_and_succeeds_once_there_is_spa
     store.close()
 
 
-def test_a_disk_that_fills_up_during_an_upload_loses_nothing_that_was_taken(small_disk: Path) -> None:
+def test_disk_filling_during_upload_loses_nothing_already_taken(small_disk: Path) -> None:
     store = Store.open(small_disk / "store")
     store.runs.begin(RUN, {})
     sender = _Sender(store, make_payload(60_000))  # 2.6 MB, more than the disk
@@ -512,7 +510,7 @@ def test_a_disk_that_fills_up_during_an_upload_loses_nothing_that_was_taken(smal
     store.close()
 
 
-def test_a_commit_on_a_full_disk_is_a_store_error_and_the_store_goes_on_afterwards(small_disk: Path) -> None:
+def test_commit_on_full_disk_is_store_error_and_store_continues(small_disk: Path) -> None:
     store = Store.open(small_disk / "store")
     store.runs.begin(RUN, {})
     ask = ask_device(store)
@@ -550,9 +548,7 @@ def test_a_full_disk_at_the_last_step_leaves_the_upload_staged(
     assert sender.send().data_bytes == sender.payload.data_bytes
 
 
-def test_a_commit_that_fails_after_the_payload_is_stored_gives_no_receipt(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commit_failing_after_payload_is_stored_gives_no_receipt(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     sender = _Sender(store, make_payload())
 
     def no_space(*_: Any) -> None:
@@ -637,7 +633,7 @@ def _note(text: str) -> Callable[[Store], str]:
     return job
 
 
-def test_a_job_that_fails_raises_its_own_error_and_spares_its_group(store: Store, commits: CommitThread) -> None:
+def test_failing_job_raises_its_own_error_and_spares_its_group(store: Store, commits: CommitThread) -> None:
     def fail(one: Store) -> None:
         one.history.add_event(RUN, "kind", "never")
         raise ZeroDivisionError("its own error")
@@ -661,7 +657,7 @@ def test_jobs_handed_in_together_share_one_transaction(store: Store, commits: Co
     assert statements.count("COMMIT") == 2  # the one that kept the thread busy, and the group
 
 
-def test_nobody_gets_a_yes_when_the_database_takes_the_whole_group_back(
+def test_nobody_gets_success_if_database_undoes_whole_group(
     store: Store, directory: Path, commits: CommitThread
 ) -> None:
     """SQLite may undo the whole transaction on an error such as a full disk."""

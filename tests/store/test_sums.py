@@ -274,7 +274,7 @@ def test_sums_are_what_the_answers_add_up_to_after_every_change(store: Store, ch
     play(store, changes)
 
 
-def test_a_late_answer_that_an_undone_round_used_counts_as_reported(store: Store) -> None:
+def test_late_answer_used_by_undone_round_counts_as_reported(store: Store) -> None:
     run = play(store, LATE)
     assert [tuple(answers) for _, answers in store.summaries.rounds(run, 0, EVERY)] == [(2, 0, 2), (0, 0, 0)]
     store.runs.roll_back(run, 1)

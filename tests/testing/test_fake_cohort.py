@@ -89,7 +89,7 @@ def test_a_method_computes_here_what_it_computes_in_a_run(name: str, tmp_path: P
     assert pack_state(unpack_state(pack_state(server.state_dict()))) == pack_state(expected)
 
 
-def test_answers_come_in_the_order_of_the_devices_ids_and_each_gets_its_own_message() -> None:
+def test_answers_come_in_device_order_and_each_has_own_message() -> None:
     cohort = FakeCohort(FIVE)
     payload = lambda device: {"plan": Plan(values={"for": device})}  # noqa: E731
     assert answers_of(cohort, "train", payload) == list("abcde")
@@ -131,7 +131,7 @@ def test_an_ask_may_be_silent_by_its_number() -> None:
     assert answers_of(cohort) == list("bcde")
 
 
-def test_a_message_that_cannot_be_sent_puts_its_device_out_with_an_event() -> None:
+def test_unsendable_message_puts_device_out_with_an_event() -> None:
     logits = {name: np.full((1, 2), 1e30 if name == "d" else 0.0) for name in FIVE}
     payload = lambda device: {"knowledge": ProxyKnowledge(valid=True, proxy_digest=b"", logits=logits[device])}  # noqa: E731
     cohort = FakeCohort(FIVE, knowledge_type="float16")

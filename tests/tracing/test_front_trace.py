@@ -34,9 +34,7 @@ FOREIGN = Place(0xABCD, 0x1234)
 
 
 @pytest.mark.slow
-def test_a_device_chooses_a_place_in_the_trace_of_its_own_ask_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_chooses_a_place_only_in_trace_of_its_own_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two payloads: the first call names a trace of its own choice, the second a span in the ask's trace."""
     store = prepare_store(tmp_path)
     with collecting() as (collector, variables):

@@ -102,7 +102,7 @@ def test_no_span_has_a_payload_a_secret_or_the_text_of_an_error(undisturbed: Col
         pytest.param("close.before-commit", 2, marks=pytest.mark.long),
     ],
 )
-def test_an_engine_that_is_killed_twice_in_a_round_continues_its_trace(tmp_path: Path, point: str, killed: int) -> None:
+def test_engine_killed_twice_in_a_round_continues_its_trace(tmp_path: Path, point: str, killed: int) -> None:
     points = {"engine": [f"engine.{point}=kill"] * 2}
     with collecting() as (collector, traced), small_run(tmp_path / "w", points, traced=traced) as run:
         finished(run, collector)
@@ -137,7 +137,7 @@ FULL_QUEUE = {"OTEL_BSP_MAX_QUEUE_SIZE": "1", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": 
 
 @pytest.mark.long
 @pytest.mark.parametrize("queue", [{}, FULL_QUEUE])
-def test_a_collector_that_accepts_and_never_answers_holds_up_no_round(tmp_path: Path, queue: dict[str, str]) -> None:
+def test_collector_that_never_answers_delays_no_round(tmp_path: Path, queue: dict[str, str]) -> None:
     """If front, engine or a device waited for it once, also because a queue is full, the run would take an hour."""
     with silent() as (accepted, variables), small_run(tmp_path / "w", traced=variables | queue) as run:
         run.finish()

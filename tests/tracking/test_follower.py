@@ -84,7 +84,7 @@ def directory_of(tmp_path: Path) -> Path:
 # --- figures of the store
 
 
-def test_a_round_has_means_over_devices_and_what_the_method_reports(store: Store) -> None:
+def test_round_has_means_over_devices_and_reports_of_method(store: Store) -> None:
     add_rounds(store, 2)
     first, second = points_since(store, RUN, 0)
     assert (first.step, second.step) == (1, 2)
@@ -96,7 +96,7 @@ def test_a_round_has_means_over_devices_and_what_the_method_reports(store: Store
     assert points_since(store, RUN, 1) == [second]
 
 
-def test_a_short_round_has_figures_and_an_open_or_undone_one_has_none(store: Store) -> None:
+def test_short_round_has_figures_and_open_or_undone_one_has_none(store: Store) -> None:
     store.runs.set_keep_checkpoints(RUN, 2)
     add_rounds(store, 2)
     store.runs.close_short_round(RUN, store.runs.start_round(RUN, ["a"]), "too few answers")
@@ -140,9 +140,7 @@ def test_a_round_has_its_answers_its_bytes_and_its_seconds(store: Store) -> None
     }
 
 
-def test_rounds_that_end_while_figures_are_read_wait_for_the_next_look(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_ending_while_figures_are_read_wait_for_next_look(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     add_rounds(store, 1)
     read = Summaries.mean_figures
 
@@ -155,7 +153,7 @@ def test_rounds_that_end_while_figures_are_read_wait_for_the_next_look(
     assert ["accuracy/test" in item.values for item in points_since(store, RUN, 0)] == [True]
 
 
-def test_devices_cannot_fill_a_tracker_with_names_or_break_it_with_numbers(store: Store) -> None:
+def test_device_names_and_numbers_cannot_fill_or_break_tracker(store: Store) -> None:
     number = store.runs.start_round(RUN, ["a", "b"])
     made_up = [Metric(name=f"{name}/accuracy", split="test", sum=1, count=10) for name in "abcdefgh"]
     strange = [Metric(name="p é/\n/accuracy", split="test", sum=1, count=10)]
@@ -184,7 +182,7 @@ def test_settings_have_names_with_dots() -> None:
 # --- event files
 
 
-def test_event_files_have_each_round_once_after_restarts_and_a_torn_record(store: Store, tmp_path: Path) -> None:
+def test_event_files_repeat_no_round_after_restart_or_torn_end(store: Store, tmp_path: Path) -> None:
     add_rounds(store, 2)
     assert to_events(tmp_path).look()
     directory = directory_of(tmp_path)
@@ -265,7 +263,7 @@ def test_a_follower_that_is_stopped_copies_the_last_rounds_first(store: Store, t
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_mlflow_has_the_settings_and_each_round_once_after_a_restart(
+def test_mlflow_has_settings_and_each_round_once_after_restart(
     store: Store, tmp_path: Path, server: MlflowServer
 ) -> None:
     add_rounds(store, 2)
@@ -425,9 +423,7 @@ def test_a_hostile_mlflow_is_a_warning(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_results_of_a_simulation_are_added_with_controls_below_it(
-    store: Store, tmp_path: Path, server: MlflowServer
-) -> None:
+def test_simulation_results_are_added_with_controls_below(store: Store, tmp_path: Path, server: MlflowServer) -> None:
     add_rounds(store, 2)
     out = tmp_path / "out"
     (out / "onnx").mkdir(parents=True)
@@ -454,7 +450,7 @@ def test_the_results_of_a_simulation_are_added_with_controls_below_it(
     assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {main.info.run_id}
 
 
-def test_a_follower_ends_when_it_is_told_and_copies_the_last_rounds_first(store: Store, tmp_path: Path) -> None:
+def test_follower_ends_when_told_and_copies_last_rounds_first(store: Store, tmp_path: Path) -> None:
     stopped = threading.Event()
     following = threading.Thread(target=to_events(tmp_path).follow, args=(stopped,))
     following.start()

@@ -74,7 +74,7 @@ def written(events: Path) -> int:
 
 
 @pytest.mark.long
-def test_kills_leave_each_round_once_and_a_tracking_server_that_is_away_stops_nothing(tmp_path: Path) -> None:
+def test_kills_repeat_no_round_and_absent_tracker_stops_nothing(tmp_path: Path) -> None:
     port, events, log = free_port(), tmp_path / "events", tmp_path / "log"
     away = f"http://ann:s3cret@127.0.0.1:{free_port()}"
     words = ["--track", f"tensorboard:{events}", "--track", f"mlflow:{away}"]
@@ -97,7 +97,7 @@ def test_kills_leave_each_round_once_and_a_tracking_server_that_is_away_stops_no
     assert "s3cret" not in said
 
 
-def test_a_simulation_has_its_figures_controls_settings_and_models_in_event_files(tmp_path: Path) -> None:
+def test_event_files_have_simulation_figures_controls_and_models(tmp_path: Path) -> None:
     wanted = Simulation(
         method="fedavg",
         devices=2,
@@ -121,7 +121,7 @@ def test_a_simulation_has_its_figures_controls_settings_and_models_in_event_file
     assert models == {"onnx/server.onnx", *(device.onnx_file for device in report.devices)}
 
 
-def test_all_runs_of_a_server_are_tracked_also_those_created_later(tmp_path: Path) -> None:
+def test_all_runs_of_server_are_tracked_also_later_ones(tmp_path: Path) -> None:
     port, events, store = free_port(), tmp_path / "events", tmp_path / "store"
     server, run = tmp_path / "server.toml", tmp_path / "new.toml"
     server.write_text(

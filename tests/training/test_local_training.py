@@ -80,7 +80,7 @@ class TestTraining:
         assert torch.equal(first, second)
         assert not torch.equal(first, other)
 
-    def test_every_row_is_used_once_per_epoch_and_matches_its_position(self) -> None:
+    def test_every_row_is_used_once_per_epoch_and_matches_position(self) -> None:
         data, seen = _noise(10), []
 
         def loss(logits: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class TestTraining:
         assert _train(_linear(batch_norm=True), data, epochs=3).samples_seen == 24
         assert _train(_linear(batch_norm=False), data, epochs=3).samples_seen == 27
 
-    def test_one_sample_trains_with_the_running_statistics_of_batch_norm(self) -> None:
+    def test_one_sample_trains_with_running_batch_norm_statistics(self) -> None:
         model: Any = _linear(batch_norm=True)
         before, weights = model[2].running_mean.clone(), model[1].weight.clone()
         report = _train(model, _noise(1), epochs=3)

@@ -51,7 +51,7 @@ def test_soft_targets_divide_by_the_temperature() -> None:
 
 @given(seed=st.integers(0, 2**32 - 1), batch=st.integers(1, 6), classes=st.integers(2, 20), tau=st.floats(0.2, 20))
 @settings(max_examples=60)
-def test_the_loss_is_positive_and_zero_only_for_equal_distributions(
+def test_loss_is_positive_and_zero_only_for_equal_distributions(
     seed: int, batch: int, classes: int, tau: float
 ) -> None:
     student, teacher = _pair(seed, batch, classes)
@@ -85,7 +85,7 @@ def test_a_large_temperature_matches_centred_logits(seed: int, classes: int) -> 
 
 @given(seed=st.integers(0, 2**32 - 1), mask=st.lists(st.booleans(), min_size=1, max_size=6))
 @settings(max_examples=40)
-def test_rows_without_knowledge_add_nothing_but_count_in_the_mean(seed: int, mask: list[bool]) -> None:
+def test_rows_without_knowledge_add_nothing_but_count_in_mean(seed: int, mask: list[bool]) -> None:
     student, teacher = _pair(seed, len(mask), 4)
     valid, probs = torch.tensor(mask), soft_targets(teacher, 2.0)
     by_row = torch.stack([distillation_loss(student[i : i + 1], probs[i : i + 1], 2.0) for i in range(len(mask))])

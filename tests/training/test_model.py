@@ -57,7 +57,7 @@ class OwnModel(nn.Module):
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1), batch=st.integers(1, 6))
-def test_from_every_cut_the_rest_of_the_network_gives_the_models_logits(seed, batch):
+def test_rest_of_network_gives_model_logits_from_every_cut(seed, batch):
     torch.manual_seed(seed)
     model = chain().eval()
     x = torch.randn(batch, 4)
@@ -75,7 +75,7 @@ def test_a_cut_after_the_last_stage_gives_logits_and_takes_them():
     assert torch.equal(model.predict(model(x), "head"), model(x))
 
 
-def test_the_embedding_is_the_input_of_the_last_layer_however_deep_it_is_nested():
+def test_embedding_is_input_of_last_layer_however_deeply_nested():
     model = chain(hidden=6).eval()
     x = torch.randn(2, 4)
     last = model.stages.head[1][1]  # type: ignore[index]
@@ -83,7 +83,7 @@ def test_the_embedding_is_the_input_of_the_last_layer_however_deep_it_is_nested(
     assert torch.equal(last(model.embedding(x)), model(x))  # type: ignore[operator]
 
 
-def test_an_extractor_state_fits_a_model_with_another_predictor_and_touches_nothing_else():
+def test_extractor_state_fits_other_predictor_and_spares_it():
     giver, taker = chain(hidden=6), chain(hidden=11)
     giver(torch.randn(8, 4))  # moves the batch-norm statistics, which belong to the extractor too
     predictor = copy.deepcopy(taker.predictor.state_dict())
@@ -107,7 +107,7 @@ def test_training_a_view_trains_the_model():
 
 
 @pytest.mark.parametrize("cut", ["tail", 0, 6, -1, True, None, 1.5])
-def test_a_cut_that_is_not_there_is_refused_with_the_ones_that_are(cut):
+def test_missing_cut_is_refused_with_existing_ones(cut):
     with pytest.raises(ModelError, match=r"stem, middle, act, drop, head.*1 to 5"):
         chain().depth_of(cut)
 
@@ -139,7 +139,7 @@ def test_a_good_model_passes_and_is_left_as_it_was(model):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())  # type: ignore[attr-defined]
 
 
-def test_a_model_that_cannot_be_cut_is_refused_with_what_it_lacks():
+def test_model_that_cannot_be_cut_is_refused_with_what_it_lacks():
     with pytest.raises(ModelError, match=r"Linear lacks features, predict, extractor.*split_sequential"):
         check_local_model(nn.Linear(4, 3))
     with pytest.raises(ModelError, match="not function"):
@@ -195,7 +195,7 @@ def test_wrong_samples_and_wrong_class_numbers_are_refused():
         check_local_model(chain(), torch.randn(2, 4), classes=10)
 
 
-def test_eval_mode_is_left_with_every_part_in_its_own_mode_even_after_an_error():
+def test_eval_mode_restores_mode_of_every_part_even_after_error():
     model = chain().train()
     model.stages.stem.eval()  # type: ignore[union-attr]  # an app may freeze its batch-norm
     modes = [part.training for part in model.modules()]
@@ -210,7 +210,7 @@ def test_eval_mode_is_left_with_every_part_in_its_own_mode_even_after_an_error()
     assert [part.training for part in model.modules()] == modes
 
 
-def test_the_output_shape_is_that_of_one_sample_and_moves_no_statistics():
+def test_output_shape_is_of_one_sample_and_moves_no_statistics():
     model = chain()
     before = model.stages.stem[1].running_mean.clone()  # type: ignore[index, union-attr]
     assert output_shape(model.extractor, (4,)) == (5,)
@@ -238,7 +238,7 @@ def test_the_fingerprint_is_the_digest_of_what_it_says():
     assert fingerprint(model, ("stem", 2)) == hashlib.sha256(text.encode()).hexdigest()
 
 
-def test_the_fingerprint_tells_architectures_apart_and_nothing_else():
+def test_fingerprint_tells_apart_architectures_and_nothing_else():
     variants = [
         fingerprint(Named()),
         fingerprint(Named(), ("stem",)),
@@ -254,7 +254,7 @@ def test_the_fingerprint_tells_architectures_apart_and_nothing_else():
 
 
 @given(order=st.permutations(["a", "b", "c", "d"]))
-def test_the_fingerprint_does_not_depend_on_the_order_of_registration(order):
+def test_fingerprint_ignores_order_of_registration(order):
     def build(names: list[str]) -> nn.Module:
         model = nn.Module()
         for name in names:

@@ -73,7 +73,7 @@ def test_what_a_model_says_must_fit_the_runs_type_on_the_wire(value: float) -> N
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_float32_run_takes_what_float16_cannot_hold_and_nothing_infinite(value: float) -> None:
+def test_float32_run_takes_values_beyond_float16_but_no_infinity(value: float) -> None:
     with pytest.raises(KnowledgeError, match=r"the limit of float32 is 3\.40282e\+38"):
         check_can_be_sent(torch.tensor([value]), "float32", RATE)
     check_can_be_sent(torch.tensor([1e5, -3.4e38]), "float32", RATE)

@@ -169,7 +169,7 @@ def test_a_loss_that_is_not_finite_stops_before_its_step() -> None:
 # --- too little memory
 
 
-def test_too_little_memory_gives_micro_batches_with_the_same_result_and_one_event() -> None:
+def test_low_memory_gives_micro_batches_same_result_and_an_event() -> None:
     expected, mean_loss = fitted(convolutions)
     trainer, events = trainer_of()
     model, result = fitted(convolutions, trainer, SmallMemory(rows=3).losses)
@@ -183,7 +183,7 @@ def test_too_little_memory_gives_micro_batches_with_the_same_result_and_one_even
 
 
 @pytest.mark.parametrize("make", [convolutions, normalised, plain_network])
-def test_the_second_step_of_a_mini_batch_is_not_repeated_with_the_first(make: Callable[[], nn.Module]) -> None:
+def test_second_step_of_mini_batch_is_not_repeated_with_first(make: Callable[[], nn.Module]) -> None:
     """Memory runs out in the second loss of the first mini-batch."""
     expected, _ = fitted(make)
     passes = 0
@@ -208,9 +208,7 @@ def test_the_second_step_of_a_mini_batch_is_not_repeated_with_the_first(make: Ca
 
 
 @pytest.mark.parametrize(("make", "separable"), [(normalised, True), (convolutions, False), (plain_network, False)])
-def test_losses_over_the_whole_mini_batch_move_saved_tensors_to_the_host(
-    make: Callable[[], nn.Module], separable: bool
-) -> None:
+def test_whole_mini_batch_losses_move_saved_tensors_to_host(make: Callable[[], nn.Module], separable: bool) -> None:
     """Batch-norm, or a norm over the mini-batch: parts of it would have another gradient."""
     expected, _ = fitted(make)
     trainer, events = trainer_of()
@@ -252,7 +250,7 @@ def _full(rows: int, most: int) -> None:
 # --- precision and layout
 
 
-def test_bfloat16_stays_close_and_keeps_weights_and_outputs_in_float32() -> None:
+def test_bfloat16_is_close_and_keeps_weights_and_outputs_float32() -> None:
     expected, mean_loss = fitted(convolutions)
     trainer, _ = trainer_of(dtype=torch.bfloat16)
     used: list[torch.dtype] = []
@@ -269,14 +267,14 @@ def test_bfloat16_stays_close_and_keeps_weights_and_outputs_in_float32() -> None
     assert trainer.extract(model, data()[0]).dtype == torch.float32
 
 
-def test_channels_last_has_the_same_result_and_leaves_the_usual_layout() -> None:
+def test_channels_last_gives_same_result_and_restores_layout() -> None:
     expected, _ = fitted(normalised)
     model, _ = fitted(normalised, trainer_of(channels_last=True)[0])
     assert_near(expected, model, atol=1e-5, rtol=1e-4)
     assert all(value.is_contiguous() for value in model.state_dict().values())
 
 
-def test_a_compiled_forward_pass_has_the_same_result_and_the_model_is_as_before() -> None:
+def test_compiled_forward_pass_gives_same_result_and_keeps_model() -> None:
     expected, _ = fitted(convolutions)
     trainer, events = trainer_of(compile="on", compile_backend="eager")
     model, _ = fitted(convolutions, trainer)
@@ -285,7 +283,7 @@ def test_a_compiled_forward_pass_has_the_same_result_and_the_model_is_as_before(
     assert events == []
 
 
-def test_a_forward_pass_that_cannot_be_compiled_runs_uncompiled_and_is_reported_once() -> None:
+def test_uncompilable_forward_pass_runs_plain_with_one_report() -> None:
     def no_backend(*_: Any) -> Any:
         raise RuntimeError("no C++ compiler")
 

@@ -96,7 +96,7 @@ def test_the_extractor_has_the_module_s_names_and_values(case: str) -> None:
 
 
 @every_case
-def test_copies_states_embeddings_and_onnx_files_of_a_wrapped_module(case: str, tmp_path: Path) -> None:
+def test_wrapped_module_is_copied_saved_embedded_and_exported(case: str, tmp_path: Path) -> None:
     make, cut, images = CASES[case]
     model = wrap(make(), cut)
     model(images)  # moves the statistics of batch-norm

@@ -81,7 +81,7 @@ def test_a_round_shows_the_bytes_on_the_link(store: Store) -> None:
     assert (glance["bytes_up"], glance["bytes_down"]) == (150, 2160)
 
 
-def test_devices_have_bytes_before_compression_and_on_the_link_also_of_the_open_round(store: Store) -> None:
+def test_devices_have_raw_and_sent_bytes_also_of_open_round(store: Store) -> None:
     """`a` has answered twice, the second time in the round that is open; `b` once."""
     once = {"up": 110, "down": 1020, "envelope_bytes": 30, "up_sent": 50, "down_sent": 720}
     twice = {name: 2 * count for name, count in once.items()}

@@ -46,7 +46,7 @@ def test_every_call_is_readable_at_every_width(width: int) -> None:
     assert "x" * 64 in "".join(re.findall("x+", "\n".join(line for line in lines if "xxx" in line)))
 
 
-def test_a_call_says_when_who_from_where_what_on_which_run_and_with_which_result() -> None:
+def test_call_says_when_who_where_what_which_run_and_result() -> None:
     text = "\n".join(re.sub(" +", " ", line).strip() for line in printed(240))
     assert (
         "2026-11-23 09:42:33 viewer vera from 10.1.2.3 delete a run digits refused: viewer 'vera' may not delete a run;"

@@ -132,7 +132,7 @@ def test_a_device_has_its_own_figures_and_the_last_accuracy() -> None:
     assert (a["kept"], a["replaced"], b["kept"], b["replaced"]) == (0, 2, 2, 0)
 
 
-def test_a_run_whose_devices_have_several_answers_lists_the_newest_accuracy_of_each() -> None:
+def test_several_answers_per_device_list_newest_accuracy_of_each() -> None:
     store = filled(2)
     assert "test_accuracy_of_answers" not in views.run(store, "r").lists
     for number in (1, 2):
@@ -144,7 +144,7 @@ def test_a_run_whose_devices_have_several_answers_lists_the_newest_accuracy_of_e
     ]
 
 
-def test_names_that_few_devices_have_do_not_fill_the_list_of_answers() -> None:
+def test_names_of_few_devices_do_not_fill_the_list_of_answers() -> None:
     """A device may call its figures what it likes."""
     store = filled(1)
     made_up = [Metric(name=f"{name}/accuracy", split="test", sum=1, count=10) for name in "abcdefgh"]
@@ -251,7 +251,7 @@ def test_the_operators_page_explains_every_column_of_a_round() -> None:
     assert columns - {"round"} == explained - {"column"}
 
 
-def test_suspects_are_those_left_out_in_three_rounds_running_that_they_took_part_in() -> None:
+def test_suspects_are_left_out_in_three_successive_own_rounds() -> None:
     """Device a is left out in rounds 1, 2, 4 and 5 and not asked in 3; b in 1, 2 and 4, and counts in 3."""
     store = Store.in_memory()
     store.runs.begin("r", {"run": {"name": "r", "method": "fedavg", "rounds": 5}})
@@ -275,7 +275,7 @@ def test_suspects_are_those_left_out_in_three_rounds_running_that_they_took_part
     store.close()
 
 
-def test_columns_of_rounds_are_headed_for_people_and_named_for_scripts() -> None:
+def test_round_columns_have_headings_for_people_and_script_names() -> None:
     store = Store.in_memory()
     store.runs.begin("r", {})
     store.runs.start_round("r", ["a", "b"])

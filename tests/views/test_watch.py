@@ -133,7 +133,7 @@ def test_a_run_that_is_not_there_is_a_sentence(store: Store) -> None:
         changes(store, "x", {})
 
 
-def test_following_ends_with_the_run_and_looks_only_between_moves(store: Store) -> None:
+def test_following_ends_with_run_and_looks_only_between_moves(store: Store) -> None:
     moves = Played(store).moves()
     told = list(follow(store, RUN, wait=lambda: next(moves)))
     assert len(told) == 6  # once before the first move, and after each

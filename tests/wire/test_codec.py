@@ -261,7 +261,7 @@ def test_a_value_that_overflows_float16_names_path_and_row(sign: int) -> None:
     )
 
 
-def test_the_largest_float16_fits_and_infinity_is_left_to_the_server() -> None:
+def test_largest_float16_fits_and_infinity_is_left_to_server() -> None:
     values = f32([[65504, np.inf, np.nan]])
     (result,) = decode(encode({"x": k.RefinedKnowledge(valid=True, values=values)}, np.float16)).values()
     assert isinstance(result, k.RefinedKnowledge)
@@ -351,7 +351,7 @@ def test_the_digest_changes_with_shape_type_and_kind() -> None:
     assert len(digests) == 5
 
 
-def test_equal_parts_have_equal_digests_however_their_data_are_cut() -> None:
+def test_equal_parts_have_equal_digests_however_data_are_cut() -> None:
     payload = make_payload()
     cut = [chunk.data for chunk in cut_at(data_of(payload), payload.slots, range(0, payload.data_bytes, 3))]
     assert digest(payload.parts, iter(cut)) == payload.sha256 == make_payload().sha256
@@ -402,7 +402,7 @@ def _parts(*names: str, **tensor: Any) -> knowledge_pb2.Parts:
         ),
     ],
 )
-def test_parts_that_break_the_protocol_are_refused_with_a_sentence(parts: knowledge_pb2.Parts, message: str) -> None:
+def test_parts_that_break_protocol_are_refused_with_message(parts: knowledge_pb2.Parts, message: str) -> None:
     with pytest.raises(WireError) as error:
         slots(parts)
     assert str(error.value) == message

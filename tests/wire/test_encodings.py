@@ -114,7 +114,7 @@ def encoded(rows: int = 4, **changes: Any) -> Payload:
     return encode({"knowledge": make_knowledge(rows, **changes)}, np.uint8)
 
 
-def test_only_feature_columns_travel_in_steps_and_the_rest_in_float16() -> None:
+def test_only_feature_columns_use_steps_and_rest_uses_float16() -> None:
     parts = {
         "knowledge": make_knowledge(
             2, features={"map": np.ones((2, 3, 4, 4)), "row": np.ones((2, 5)), "one": f32([1, 2])}
@@ -299,7 +299,7 @@ def test_a_column_in_another_encoding_than_the_run_s_is_refused() -> None:
     assert refusal(bare) == (Code.BAD_TENSOR, "knowledge/features/cut is raw, expected quantised per channel")
 
 
-def test_a_device_that_knows_no_steps_is_refused_at_check_in_with_what_to_do() -> None:
+def test_device_ignorant_of_steps_is_refused_at_check_in() -> None:
     check_profile(UINT8, make_profile(knowledge_types=[tensor_pb2.ELEMENT_TYPE_UINT8]))
     with pytest.raises(RefusedError) as error:
         check_profile(UINT8, make_profile())
@@ -314,7 +314,7 @@ def test_a_device_that_knows_no_steps_is_refused_at_check_in_with_what_to_do() -
 
 
 @given(st.data())
-def test_packed_chunks_from_any_byte_on_hold_the_rest_of_the_data(data: st.DataObject) -> None:
+def test_packed_chunks_from_any_byte_hold_the_rest_of_the_data(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 300))
     payload = encoded(rows)
     first = data.draw(st.integers(0, payload.data_bytes))
@@ -336,7 +336,7 @@ def test_packed_or_not_a_payload_arrives_the_same() -> None:
     assert ingest.header.sha256 == payload.sha256
 
 
-def test_a_tensor_that_hardly_shrinks_is_sent_as_it_is_and_the_next_is_tried_again() -> None:
+def test_tensor_that_hardly_shrinks_is_sent_raw_and_next_tried() -> None:
     packer = Packer(ZSTD)
     noise, zeros = np.random.default_rng(0).bytes(4096), bytes(4096)
     assert packer.pack(noise) == (noise, RAW)
@@ -426,7 +426,7 @@ def without_zstandard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("without_zstandard")
-def test_without_the_library_nothing_is_offered_and_nothing_packed_is_taken() -> None:
+def test_without_library_nothing_packed_is_offered_or_taken() -> None:
     assert compression.offered() == ()
     assert choose(ZSTD, [ZSTD]) == RAW
     with pytest.raises(WireError, match="unsupported compression 1, expected one of COMPRESSION_UNSPECIFIED"):

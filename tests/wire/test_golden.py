@@ -36,13 +36,13 @@ def test_every_message_of_the_wire_is_known() -> None:
     assert {"Identity", "UploadHeader", "Receipt", "TensorChunk", "Contract", "Part"} <= MESSAGES.keys()
 
 
-def test_golden_bytes_are_those_of_every_message_with_every_field() -> None:
+def test_golden_bytes_cover_every_message_with_every_field() -> None:
     samples = {name: one.SerializeToString(deterministic=True) for name, one in make.files().items()}
     assert {path.stem: path.read_bytes() for path in RECORDED} == samples
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
-def test_golden_bytes_mean_what_they_meant_and_are_written_again_as_they_were(path: Path) -> None:
+def test_golden_bytes_keep_meaning_and_are_written_again_same(path: Path) -> None:
     message = _class_of(path).FromString(path.read_bytes())
     expected = text_format.Parse(path.with_suffix(".textproto").read_text(), _class_of(path)())
     assert message == expected

@@ -140,7 +140,7 @@ def test_every_kind_with_a_schema_is_tried_here() -> None:
     assert {schema.kind for _, schema in PARTS} == {kind for kind in k.KINDS.values() if hasattr(kind, "schema")}
 
 
-def test_sizes_that_are_only_counted_give_the_bytes_of_tensors_that_are_known() -> None:
+def test_counted_sizes_give_the_bytes_of_known_tensors() -> None:
     counted = k.Weights(SIZE.parameters, SIZE.buffer_bytes)
     for kind in (k.ModelParameters, k.Generator, k.Discriminator, k.DistillationGradient):
         assert kind.schema(counted).nbytes("float16") == kind.schema(SIZE).nbytes("float16")

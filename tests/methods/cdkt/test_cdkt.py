@@ -79,7 +79,7 @@ def run_round(
     return cohort
 
 
-def test_a_round_takes_a_part_of_the_devices_and_averages_over_these() -> None:
+def test_round_takes_and_averages_over_part_of_devices() -> None:
     knowledge = {f"d{number:02d}": made_up(number) for number in range(50)}
     cohort = run_round(make_server(participation_ratio=0.2), knowledge)
     assert len(cohort.asked) == 10
@@ -95,9 +95,7 @@ def test_a_round_takes_a_part_of_the_devices_and_averages_over_these() -> None:
 @pytest.mark.parametrize("steps", [1, 40])
 @pytest.mark.parametrize("rate", [1e6, 1e30])
 @pytest.mark.parametrize("knowledge", ["full", "repfull"])
-def test_a_global_model_that_does_not_stay_finite_goes_on_from_before_the_round(
-    rate: float, knowledge: str, steps: int
-) -> None:
+def test_non_finite_global_model_resumes_from_before_round(rate: float, knowledge: str, steps: int) -> None:
     """After one step no loss has been infinite yet; only what the model says shows it."""
     settings = {"min_server_steps": steps, "global_epochs": 1, "batch_size": PROXY}
     server = make_server(server_learning_rate=rate, knowledge=knowledge, **settings)
@@ -113,7 +111,7 @@ def test_a_global_model_that_does_not_stay_finite_goes_on_from_before_the_round(
     assert "distillation-undone" not in [kind for kind, _, _ in calm.events]
 
 
-def test_a_first_model_that_says_what_cannot_be_sent_is_held_back() -> None:
+def test_knowledge_of_first_model_not_fit_to_send_is_held_back() -> None:
     """It was never trained, as every round was undone: its knowledge is made for the second round."""
     server = make_server(knowledge="full", server_learning_rate=1e30)
     with torch.no_grad():
@@ -311,7 +309,7 @@ def test_cdk_13_alpha_0_is_local_training_bit_for_bit() -> None:
     assert not torch.equal(weights(moved.local.model), weights(alone))
 
 
-def test_cdk_13_beta_0_trains_the_server_on_the_proxy_labels_alone() -> None:
+def test_cdk_13_beta_0_trains_server_on_proxy_labels_alone() -> None:
     one, other, listening = make_server(beta=0.0), make_server(beta=0.0), make_server()
     alone = copy.deepcopy(one.model)
     for server, seed in ((one, 1), (other, 2), (listening, 1)):
@@ -333,7 +331,7 @@ def test_cdk_13_beta_0_trains_the_server_on_the_proxy_labels_alone() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["kl", "js", "norm2"]), st.sampled_from(["probs", "logits"]))
-def test_permuting_the_proxy_set_with_its_knowledge_changes_no_loss(seed: int, metric: str, space: str) -> None:
+def test_permuting_proxy_set_with_its_knowledge_changes_no_loss(seed: int, metric: str, space: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     draw = lambda width: torch.randn(9, width, generator=generator, dtype=torch.float64)  # noqa: E731
     distance, logits, embeddings = Distance(metric, 3.0, space), draw(4), draw(6)
@@ -390,7 +388,7 @@ def test_a_setting_out_of_range_is_refused(settings: dict[str, Any], sentence: s
         CDKTConfig(**settings)
 
 
-def test_paper_switches_every_deviation_off_and_leaves_the_variant() -> None:
+def test_paper_switches_off_every_deviation_and_leaves_variant() -> None:
     paper = CDKTConfig.from_settings({"paper": True, "knowledge": "rep", "alpha": 0.1, "momentum": 0.9}).for_classes(10)
     assert (paper.outcome_space, paper.norm2_reduction, paper.teacher_guard) == ("logits", "frobenius", False)
     assert (paper.device_metric, paper.joint_pass, paper.server_epochs(80)) == ("norm2", False, 2)
@@ -495,7 +493,7 @@ def by_hand(metric: str, t: Tensor, s: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("knowledge", COLUMNS)
-def test_own_and_proxy_rows_go_through_the_model_together_or_one_after_the_other(knowledge: str) -> None:
+def test_own_and_proxy_rows_pass_model_together_or_in_turn(knowledge: str) -> None:
     """The tiny model has no batch-norm, so both train alike; what differs is what a pass of the model sees."""
     trained = {}
     for joint in (True, False):
@@ -522,7 +520,7 @@ def test_label_average_can_be_switched_off() -> None:
     assert not torch.equal(weights(corrected.local.model), weights(plain.local.model))
 
 
-def test_the_control_trains_on_the_proxy_labels_and_sends_nothing() -> None:
+def test_control_trains_on_proxy_labels_and_sends_nothing() -> None:
     device = make_device(exchange=False, local_epochs=40)
     answer = device.handle(ask(NOTHING))
     sent = answer.parts["knowledge"]
@@ -553,7 +551,7 @@ def test_a_device_without_its_proxy_set_says_so() -> None:
         device.handle(ask(NOTHING))
 
 
-def test_proxy_batches_show_every_row_before_any_again_and_never_end() -> None:
+def test_proxy_batches_are_endless_and_show_all_rows_then_repeat() -> None:
     batches = proxy_batches(7, 3, torch.Generator().manual_seed(0))
     passes = [torch.cat([next(batches) for _ in range(3)]).tolist() for _ in range(4)]
     assert all(sorted(item) == list(range(7)) for item in passes)
@@ -563,7 +561,7 @@ def test_proxy_batches_show_every_row_before_any_again_and_never_end() -> None:
 # --- server half
 
 
-def test_knowledge_is_absent_in_round_1_and_the_global_models_afterwards() -> None:
+def test_knowledge_is_absent_in_round_1_then_from_global_model() -> None:
     server = make_server(knowledge="repfull")
     uploads = {device: made_up(seed) for seed, device in enumerate("ab")}
     first = run_round(server, uploads)
@@ -578,7 +576,7 @@ def test_knowledge_is_absent_in_round_1_and_the_global_models_afterwards() -> No
     np.testing.assert_allclose(sent.embeddings, embeddings.numpy(), atol=1e-6)  # type: ignore[arg-type]
 
 
-def test_collective_knowledge_is_averaged_as_probabilities_and_corrected_by_labels() -> None:
+def test_collective_knowledge_is_mean_corrected_by_labels() -> None:
     uploads = {device: made_up(seed) for seed, device in enumerate("abc")}
     result = collective(make_server(knowledge="repfull"), uploads)
     softened = [torch.from_numpy(upload.logits / 3.0).softmax(1) for upload in uploads.values()]  # type: ignore[operator]
@@ -639,7 +637,7 @@ def wrong_server(server: CDKTServer) -> CDKTServer:
     return server
 
 
-def test_the_teacher_guard_fires_on_a_teacher_worse_than_chance_and_than_the_device() -> None:
+def test_teacher_guard_fires_on_model_below_chance_and_device() -> None:
     server, cohort = wrong_server(make_server()), FakeCohort({}, completed=1)
     server.hold_back_if_poor({"a": 0.9, "b": 0.0, "c": None}, cohort)
     assert [(kind, device) for kind, device, _ in cohort.events] == [("teacher-guard", "a"), ("teacher-guard", "c")]
@@ -649,7 +647,7 @@ def test_the_teacher_guard_fires_on_a_teacher_worse_than_chance_and_than_the_dev
     assert cohort.figures["teacher_accuracy"] == {"a": 0.0, "b": 0.0, "c": 0.0}
 
 
-def test_the_teacher_guard_stays_still_for_a_good_teacher_and_when_switched_off() -> None:
+def test_teacher_guard_is_silent_for_good_model_and_when_off() -> None:
     good, off = make_server(), wrong_server(make_server(teacher_guard=False))
     cohort = run_round(good, {"a": made_up(columns="logits")})
     off.hold_back_if_poor({"a": 1.0}, cohort)
@@ -657,7 +655,7 @@ def test_the_teacher_guard_stays_still_for_a_good_teacher_and_when_switched_off(
     assert good.held_back == off.held_back == set()
 
 
-def test_a_device_that_was_held_back_gets_knowledge_again_once_the_teacher_is_better() -> None:
+def test_held_back_device_gets_knowledge_once_teacher_is_better() -> None:
     server = make_server()
     good, cohort = server.model, FakeCohort({}, completed=1)
     wrong_server(server).hold_back_if_poor({"a": 0.9, "b": 0.9}, cohort)
@@ -666,7 +664,7 @@ def test_a_device_that_was_held_back_gets_knowledge_again_once_the_teacher_is_be
     assert server.held_back == {"b"}  # b has not answered since
 
 
-def test_of_a_forgotten_device_it_is_not_kept_that_knowledge_was_held_back() -> None:
+def test_held_back_mark_of_forgotten_device_is_not_kept() -> None:
     server = make_server()
     server.held_back = {"a", "b"}
     server.forget("b", BetweenRounds(0))
@@ -730,7 +728,7 @@ def test_embeddings_of_another_size_are_refused_at_check_in(tmp_path: Path) -> N
         small_fleet(tmp_path, ("digits_mlp_large", "digits_mlp_small"), knowledge="rep")
 
 
-def test_a_run_whose_server_diverges_in_every_round_ends_all_the_same(tmp_path: Path) -> None:
+def test_run_with_server_diverging_every_round_still_ends(tmp_path: Path) -> None:
     store = small_fleet(tmp_path, ("cdkt_digits",), server_learning_rate=1e6, teacher_guard=False)
     assert [row.round for row in store.history.events(RUN, "distillation-undone")] == [1, 2]
     assert len(store.asks.uploads(RUN)) == 4
@@ -741,7 +739,7 @@ def test_models_of_any_embedding_size_take_part_in_full(tmp_path: Path) -> None:
     assert len(store.asks.uploads(RUN)) == 4
 
 
-def test_the_global_model_is_exported_and_agrees_on_the_proxy_set(tmp_path: Path) -> None:
+def test_global_model_is_exported_and_agrees_on_proxy_set(tmp_path: Path) -> None:
     store = small_fleet(tmp_path, ("cdkt_digits",))
     report = export_server_model(store, RUN, tmp_path / "global.onnx")
     assert report.path.exists()

@@ -229,7 +229,7 @@ def outvoted(evaluation: str = "", trusted_rows: int = 5) -> Rounds:
     return Rounds(half, dict(sorted(halves.items()))).play()
 
 
-def test_three_liars_outvote_two_honest_holders_and_the_operators_rows_outvote_them(tmp_path: Path) -> None:
+def test_three_liars_outvote_two_honest_but_not_operator_rows(tmp_path: Path) -> None:
     assert set(left_out(outvoted())) & set(SKEWED)
     cured = outvoted(evaluation_file(tmp_path))
     assert left_out(cured) == list(KNOW_MORE)
@@ -245,7 +245,7 @@ def test_no_row_of_the_operators_is_trusted_where_he_wants_none(tmp_path: Path) 
     assert left_out(apart) == left_out(outvoted())
 
 
-def test_trusted_centres_stay_with_the_run_where_the_operators_file_is_not(tmp_path: Path) -> None:
+def test_trusted_centres_stay_with_run_without_operator_file(tmp_path: Path) -> None:
     """`devices forget` on a stopped run has no [evaluation] section to read."""
     cured = outvoted(evaluation_file(tmp_path))
     other = server()
@@ -257,7 +257,7 @@ def test_trusted_centres_stay_with_the_run_where_the_operators_file_is_not(tmp_p
     assert left_out(cured) == list(KNOW_MORE)
 
 
-def test_a_device_that_stays_left_out_is_an_event_of_every_round_that_it_takes_part_in() -> None:
+def test_device_staying_left_out_is_event_in_each_of_its_rounds() -> None:
     """So that three rounds running make it a suspect, though its statistics are merged once."""
     rounds = played(ATTACKS["1 flips labels"])
     other = server()

@@ -56,7 +56,7 @@ from fleetdistill.training.local_training import extract
 # --- the answers
 
 
-def test_the_personal_answer_weighs_classes_as_the_device_has_them() -> None:
+def test_personal_answer_weighs_classes_by_device_counts() -> None:
     played = fleet("ab", own_statistics_guard=False).play()
     half = played.halves["a"]
     inputs = images_of([3, 3, 3, 3], 9).inputs
@@ -90,7 +90,7 @@ def test_a_device_of_another_kind_keeps_its_own_statistics() -> None:
     assert {figure.name for figure in without.figures} == {LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT}
 
 
-def test_a_device_of_one_class_has_no_statistics_of_its_own_to_keep() -> None:
+def test_device_of_one_class_has_no_own_statistics_to_keep() -> None:
     space, rows, _ = fleet_of_two_kinds()
     labels = np.zeros(40, int)
     result = class_variants(space, rows, labels, (0,), 2, moments_of(rows, labels))
@@ -156,7 +156,7 @@ def hits_of(logits_nc: Array, labels: Array, prior: Array) -> Array:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_guard_and_leave_one_out_are_those_of_rows_that_are_really_left_out(seed: int) -> None:
+def test_guard_and_leave_one_out_match_rows_really_left_out(seed: int) -> None:
     """Four classes in three dimensions, so that the space has all of them, and few rows of two classes."""
     generator = np.random.default_rng(seed)
     centres = generator.standard_normal((4, 3)) * 0.8
@@ -181,7 +181,7 @@ def test_guard_and_leave_one_out_are_those_of_rows_that_are_really_left_out(seed
     )
 
 
-def test_a_personal_model_from_own_statistics_has_no_predictor_of_the_fleets_space() -> None:
+def test_personal_model_of_own_statistics_has_no_fleet_predictor() -> None:
     """The predictor is trained in the fleet's space: it serves the general variant alone."""
     settings: dict[str, Any] = {"predictor": "trained", "predictor_steps": 20, "robust": "off"}
     halves = devices(**settings)
@@ -224,7 +224,7 @@ def test_a_predictor_that_does_not_fit_is_refused() -> None:
         make_predictor(lambda inputs, classes: nn.Linear(inputs, 5), 3, 4)
 
 
-def test_drawn_rows_are_normal_around_the_centres_and_the_same_everywhere() -> None:
+def test_drawn_rows_are_normal_around_centres_and_repeatable() -> None:
     space, _, _ = fleet_of_two_kinds()
     rows, labels = draw_in_space(space, 4000, seed=5)
     assert labels.tolist() == [0] * 4000 + [1] * 4000
@@ -235,7 +235,7 @@ def test_drawn_rows_are_normal_around_the_centres_and_the_same_everywhere() -> N
     assert np.array_equal(draw_in_space(space, 4000, seed=5)[0], rows)
 
 
-def test_a_trained_predictor_of_the_apps_own_making_is_both_answers() -> None:
+def test_trained_predictor_made_by_app_is_both_answers() -> None:
     settings = {"predictor": "trained", "predictor_steps": 60}
     played = fleet("ab", **settings)
     for half in played.halves.values():
@@ -299,7 +299,7 @@ def spaces() -> Mapping[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("says", spaces())
-def test_a_space_that_cannot_be_is_a_wire_error_and_the_device_keeps_what_it_has(says: str) -> None:
+def test_impossible_space_is_wire_error_and_device_keeps_its_own(says: str) -> None:
     played = fleet("abc").play()
     half, good = played.halves["a"], space_of(played)
     check_space(good, 256, CLASSES)

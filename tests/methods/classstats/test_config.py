@@ -76,7 +76,7 @@ def test_a_setting_of_another_method_is_refused_with_its_method(given: dict[str,
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 8), (16,)])
-def test_a_run_of_inputs_that_scattering_is_not_for_is_refused_with_the_way_out(shape: tuple[int, ...]) -> None:
+def test_inputs_unfit_for_scattering_are_refused_with_advice(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigurationError, match=r"\[contract\] input_shape: .*features = 'model'"):
         make_server(shape)
 

@@ -218,7 +218,7 @@ def test_a_fleet_without_any_statistics_falls_short() -> None:
         played.play()
 
 
-def test_a_device_that_does_not_hold_the_space_declines_a_plan_without_it() -> None:
+def test_device_without_space_declines_plan_without_space() -> None:
     half = make_device([9, 9, 0, 0])
     plan = SpacePlan(merge=7, counted=False, draw_seed=1).to_wire()
     with pytest.raises(CannotAnswer, match="this device has none; the server will send it with the next ask"):
@@ -266,7 +266,7 @@ def test_one_merged_class_makes_no_space_and_an_event() -> None:
     assert any(kind == "no-class-space" and "two classes" in text for kind, text in played.events)
 
 
-def test_a_space_that_does_not_fit_the_wire_is_an_event_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_not_fitting_wire_is_event_and_does_not_end_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Means that lie far apart beside almost no spread: well-formed, and 65,504 is not enough for their space."""
     played = fleet("ab")
     for half, label in zip(played.halves.values(), (0, 1), strict=True):
@@ -291,7 +291,7 @@ def test_a_space_that_does_not_fit_the_wire_is_an_event_and_not_the_end(monkeypa
     assert any(kind == "no-class-space" and "does not fit float16" in text for kind, text in played.events)
 
 
-def test_a_device_without_a_large_enough_class_gets_the_space_all_the_same() -> None:
+def test_device_without_large_enough_class_still_gets_space() -> None:
     halves = {**devices(), "small": make_device([2, 2, 2, 2], seed=4)}
     played = Rounds(make_server(), halves).play()
     sent = next(parts for step, name, parts in played.answered if (step, name) == ("summarise", "small"))
@@ -321,7 +321,7 @@ def test_a_device_of_another_scale_is_left_out_of_the_merge() -> None:
     assert np.array_equal(result.covariance, merge(from_wire(parts[name]) for name in "ab").covariance)
 
 
-def test_statistics_with_classes_in_another_order_give_the_same_merge() -> None:
+def test_statistics_with_other_class_order_give_same_merge() -> None:
     """Another implementation of the wire may send its classes in whatever order."""
     parts = {name: statistics_of(half) for name, half in devices().items()}
     for name, order in (("a", [2, 0, 1]), ("b", [1, 2, 0])):
@@ -348,7 +348,7 @@ class Silent:
     def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None: ...
 
 
-def test_a_capped_device_weighs_less_in_covariance_and_degrees_too() -> None:
+def test_capped_device_weighs_less_in_covariance_and_degrees_too() -> None:
     """One class, means at 0, 0 and 0: 11, 11 and 1,001 rows of variances 1, 1 and 9, of which 33 count.
 
     df = 10 + 10 + 32 + 2 (one mean instead of three); the covariance is (10 x 1 + 10 x 1 + 32 x 9) / 54 = 308 / 54.
@@ -392,7 +392,7 @@ def left_out(label: int, right: int, count: int) -> Metrics:
     return Metrics(metrics=[Metric(name=LEAVE_ONE_OUT, split="train", sum=right, count=count, by_class=by_class)])
 
 
-def test_what_devices_say_of_a_class_decides_whether_it_is_an_event() -> None:
+def test_device_reports_decide_whether_class_is_an_event() -> None:
     played = fleet("ab")
     played.metrics = {"a": left_out(label=0, right=1, count=20), "b": left_out(label=1, right=9, count=9)}
     played.play()
@@ -401,7 +401,7 @@ def test_what_devices_say_of_a_class_decides_whether_it_is_an_event() -> None:
     assert texts[0].startswith("class 0: leave-one-out recognises 0.050 of its rows, chance is 0.250")
 
 
-def test_of_rows_that_a_device_has_not_sent_nothing_is_said_of_a_class() -> None:
+def test_unsent_rows_of_device_report_nothing_about_class() -> None:
     """Device a has three samples of class 2, fewer than min_samples: that these are not recognised says little."""
     played = fleet("ab")
     played.metrics = {"a": left_out(label=2, right=0, count=3)}

@@ -92,7 +92,7 @@ def onnx_logits(file: Path, inputs: Array) -> Array:
     return np.asarray(onnxruntime.InferenceSession(str(file)).run(["logits"], {"input": inputs})[0])
 
 
-def test_an_app_has_its_own_network_and_both_answers_as_files_from_image_to_class(tmp_path: Path) -> None:
+def test_app_has_own_network_and_both_answers_as_whole_files(tmp_path: Path) -> None:
     store, events = Store.in_memory(), list[Event]()
     unseen = images_of([4, 4, 4, 4], 9).inputs
     for device in play(store, tmp_path, events, {}):
@@ -135,7 +135,7 @@ def test_the_network_that_the_app_gave_is_not_trained(tmp_path: Path, judged: bo
     store.close()
 
 
-def test_what_is_delivered_beside_the_apps_network_is_not_called_its_replacement(tmp_path: Path) -> None:
+def test_delivery_beside_app_network_is_not_called_replacement(tmp_path: Path) -> None:
     store, events = Store.in_memory(), list[Event]()
     for device in play(store, tmp_path, events, {}, export="never"):
         device.close()
@@ -159,7 +159,7 @@ def test_both_answers_are_there_after_a_restart(tmp_path: Path) -> None:
     store.close()
 
 
-def test_with_validation_data_an_app_keeps_its_network_where_that_is_better(tmp_path: Path) -> None:
+def test_app_keeps_its_network_if_better_on_validation_data(tmp_path: Path) -> None:
     store, events = Store.in_memory(), list[Event]()
     nonsense = images_of([6, 6, 6, 6], 5)
     shuffled = (nonsense.inputs, torch.zeros(24, dtype=torch.int64))  # only an answer that always says 0 is right
@@ -189,7 +189,7 @@ def test_with_validation_data_an_app_keeps_its_network_where_that_is_better(tmp_
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_leave_one_out_reaches_the_server_only_where_the_app_allows_metrics(tmp_path: Path, allowed: bool) -> None:
+def test_leave_one_out_reaches_server_only_if_app_allows_metrics(tmp_path: Path, allowed: bool) -> None:
     store, events = Store.in_memory(), list[Event]()
     allow = tuple(item for item in COLUMNS if allowed or item != "metrics")
     for device in play(store, tmp_path, events, {}, allow=allow, export="never"):

@@ -136,7 +136,7 @@ def learn(names: str) -> list[tuple[str, str]]:
     return [("learn", name) for name in names]
 
 
-def test_newcomers_leavers_and_forgetting_change_the_space_exactly(fleet: Fleet) -> None:
+def test_joining_leaving_and_forgetting_change_space_exactly(fleet: Fleet) -> None:
     fleet.play(
         fleet.look,
         lambda: fleet.come("c"),
@@ -180,7 +180,7 @@ def test_a_forgotten_device_is_told_so_when_it_comes_back(fleet: Fleet) -> None:
     assert len(store.history.events(RUN, "forgotten")) == 1
 
 
-def test_a_device_with_new_rows_is_asked_again_and_all_get_the_new_space(fleet: Fleet) -> None:
+def test_device_with_new_rows_is_asked_again_all_get_new_space(fleet: Fleet) -> None:
     other = data_of([0, 20, 14, 8], 77)
     fleet.play(fleet.look, lambda: fleet.devices["b"].replace_data(other), fleet.look)
     before, after = fleet.spaces

@@ -127,7 +127,7 @@ def five(places: Array) -> DeviceStatistics:
     return sent({label: places[label] for label in range(5)})
 
 
-def test_c_gross_lets_means_be_shifted_all_alike_and_strict_does_not() -> None:
+def test_c_gross_allows_means_shifted_alike_and_strict_does_not() -> None:
     """Shifted towards class 4 by twice their length all are nearest to its centre; among themselves they lie right."""
     place = 2 * np.eye(5)
     fleet = {**{name: five(place) for name in "abc"}, "d": five(place + 2 * place[4])}
@@ -137,7 +137,7 @@ def test_c_gross_lets_means_be_shifted_all_alike_and_strict_does_not() -> None:
     assert gone(screen(fleet, "strict")[1])[0] == ("d", (0, 1, 2, 3, 4))
 
 
-def test_c_a_common_shift_excuses_neither_two_classes_nor_means_in_the_wrong_places() -> None:
+def test_c_shift_excuses_neither_two_classes_nor_misplaced_means() -> None:
     """Two flipped to a similar pair are shifted by much the same; five rolled ones and a shift are off by both."""
     place = 2 * np.eye(5)
     similar = {0: [0.0, 0.0], 1: [0.0, 0.5], 2: [9.0, 0.0], 3: [9.0, 0.5]}
@@ -148,7 +148,7 @@ def test_c_a_common_shift_excuses_neither_two_classes_nor_means_in_the_wrong_pla
     assert gone(screen(fleet, "gross")[1]) == [("d", (0, 1, 2, 3, 4))]
 
 
-def test_c_the_device_that_is_wrong_about_most_classes_goes_first() -> None:
+def test_c_device_wrong_about_most_classes_goes_first() -> None:
     """Two liars claim five classes, four of them rolled, so one of five means is right: a share of 0.2.
 
     Of each class there are two honest holders. Of the others of either the liars are the majority: a share of 0. By the
@@ -210,7 +210,7 @@ def test_d_strict_leaves_out_single_classes_that_lie_far_off() -> None:
     assert screen(within, "strict")[1] == []
 
 
-def test_d_where_all_lie_apart_the_limit_is_three_times_their_median() -> None:
+def test_d_limit_is_three_times_median_where_all_lie_apart() -> None:
     """Means 0, 1, 2, 3, 8: from the median 2 they lie 2, 1, 0, 1, 6 units, 6 is more than 3 times 1 and than 3."""
     unit = float(np.sqrt(1 / 20 + 0.05))
     places = {"a": 0, "b": 1, "c": 2, "d": 3, "e": 8}
@@ -295,7 +295,7 @@ def test_the_verdict_does_not_depend_on_the_order_and_adds_up(seed: int, devices
 
 
 @given(seed=st.integers(0, 2**32 - 1), devices=st.integers(1, 8), cap=st.floats(1, 9))
-def test_nobody_counts_for_more_than_the_cap_and_who_is_below_it_stays(seed: int, devices: int, cap: float) -> None:
+def test_nobody_counts_above_cap_and_those_below_are_unchanged(seed: int, devices: int, cap: float) -> None:
     fleet = random_fleet(seed, devices)
     totals = {name: int(one.counts.sum()) for name, one in fleet.items()}
     most = cap * float(np.median(list(totals.values())))

@@ -151,7 +151,7 @@ def test_what_is_no_image_of_8_pixels_is_refused(shape: tuple[int, ...]) -> None
         build_model("scattering", input_shape=shape)
 
 
-def test_the_extractor_has_nothing_to_send_and_names_one_architecture() -> None:
+def test_extractor_sends_nothing_and_names_one_architecture() -> None:
     net = build_model("scattering", input_shape=(1, 8, 8))
     assert list(net.state_dict()) == list(net.parameters()) == []
 
@@ -315,7 +315,7 @@ def test_the_merge_without_a_device_is_that_of_the_others(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1), shrinkage=st.floats(0, 0.9))
-def test_the_space_orders_classes_as_linear_discriminant_analysis_does(seed: int, shrinkage: float) -> None:
+def test_space_orders_classes_as_linear_discriminant_analysis(seed: int, shrinkage: float) -> None:
     rows, labels = many_rows(4, 8, 6, seed)
     moments = moments_of(rows, labels)
     space = make_space(moments, shrinkage)
@@ -337,7 +337,7 @@ def test_scikit_learn_gives_the_same_classes() -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1), rank=st.integers(0, 40))
-def test_what_arrives_has_the_exact_diagonal_and_no_more_directions_than_it_may(seed: int, rank: int) -> None:
+def test_received_moments_keep_diagonal_and_direction_limit(seed: int, rank: int) -> None:
     moments = moments_of(*many_rows(3, 7, 10, seed))
     sent: Any = decode(encode({"statistics": to_wire(moments, rank)}))["statistics"]
     arrived, directions = from_wire(sent), sent.directions

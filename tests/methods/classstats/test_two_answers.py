@@ -69,7 +69,7 @@ def assert_shared(device: Device) -> None:
     )
 
 
-def test_both_answers_have_their_figures_in_the_store_and_the_report(tmp_path: Path) -> None:
+def test_both_answers_have_figures_in_store_and_report(tmp_path: Path) -> None:
     report = simulate(replace(WANTED, out=tmp_path))
     assert set(report.further) == {PERSONAL}
     assert {set(device.further) == {PERSONAL} for device in report.devices} == {True}
@@ -83,7 +83,7 @@ def test_both_answers_have_their_figures_in_the_store_and_the_report(tmp_path: P
     assert all(rate is not None for rate in report.global_accuracy_by_round)
 
 
-def test_the_table_has_both_answers_of_every_device_and_fits_a_small_terminal(tmp_path: Path) -> None:
+def test_table_with_both_answers_per_device_fits_small_terminal(tmp_path: Path) -> None:
     report = simulate(replace(WANTED, with_alone=True, out=tmp_path))
     console = Console(width=118, record=True, file=StringIO())
     console.print(report_table(report))
@@ -98,7 +98,7 @@ def test_the_table_has_both_answers_of_every_device_and_fits_a_small_terminal(tm
         assert ["personal", "model", *(f"{rate:.1%}" for rate in of[PERSONAL].values())] in below
 
 
-def test_with_validation_data_the_app_gets_the_answer_that_is_best_on_it(tmp_path: Path) -> None:
+def test_app_gets_answer_that_is_best_on_validation_data(tmp_path: Path) -> None:
     wanted = Simulation(
         method="classstats",
         devices=3,

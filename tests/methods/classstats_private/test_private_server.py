@@ -121,13 +121,13 @@ def test_device_halves_take_part_with_noise_of_their_own(models):
     assert halves["a"].variants()["personal"](data.inputs[:3]).shape == (3, CLASSES)
 
 
-def test_a_device_with_a_smaller_epsilon_counts_for_less_and_is_named():
+def test_device_with_smaller_epsilon_counts_less_and_is_named():
     fleet = members("abcd") | {"e": Member([100] * CLASSES, seed=5, mu=MU / 4)}
     (cohort,) = play(make_server(), fleet)
     assert [(event.kind, event.device) for event in cohort.events] == [("more-noise", "e")]
 
 
-def test_a_device_with_far_more_noise_than_the_others_does_not_spoil_the_merge():
+def test_device_with_far_more_noise_does_not_spoil_merge():
     """Without weights its counts, below zero here, would end the run."""
     fleet = members("abcd") | {"e": Member([100] * CLASSES, seed=7, mu=MU / 1000)}
     (cohort,) = play(make_server(), fleet)
@@ -139,7 +139,7 @@ def test_weights_of_precision():
     assert precisions([0.5, 0.25, 0.5]) == pytest.approx([1, 0.25, 1])
 
 
-def test_a_device_that_claims_less_noise_than_the_run_asks_for_does_not_count_for_more():
+def test_claiming_less_noise_than_required_adds_no_weight():
     honest, boasting = make_server(), make_server()
     play(honest, members())
     play(
@@ -182,7 +182,7 @@ def test_a_run_with_much_noise_goes_on_with_an_event():
     assert cohort.kinds == ["much-noise"]
 
 
-def test_forgetting_does_not_end_a_run_even_if_too_few_rows_are_left():
+def test_forgetting_does_not_end_run_with_too_few_rows_left():
     server = make_server()
     (cohort,) = play(server, members("abcd", rows=40))
     for device in "bcd":
@@ -202,7 +202,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("robust", ["gross", "strict"])
-def test_a_lying_device_is_left_out_and_the_merge_is_that_of_the_others(lie, robust):
+def test_lying_device_is_left_out_and_merge_is_of_others(lie, robust):
     server, others = make_server(robust=robust), make_server(robust=robust)
     (cohort,) = play(server, members("abcd") | {"z": Member([100] * CLASSES, seed=26, lie=LIES[lie])})
     play(others, members("abcd"))
@@ -229,7 +229,7 @@ def test_a_device_with_very_many_rows_is_capped_with_its_noise():
 # --- newcomers, forgetting, replay
 
 
-def test_a_newcomer_joins_the_merge_and_everybody_gets_the_new_space():
+def test_newcomer_joins_merge_and_everybody_gets_new_space():
     server, fleet = make_server(), members("abcd")
     play(server, fleet)
     late = {"e": Member([100] * CLASSES, seed=5)}

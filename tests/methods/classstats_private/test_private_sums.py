@@ -69,7 +69,7 @@ def test_pri_7_merge():
     assert merged.covariance == near([[0.4639884, 0.0174432], [0.0174432, 0.3615171]])
 
 
-def test_pri_8_the_noise_of_the_second_moment_bounds_the_eigenvalues():
+def test_pri_8_noise_of_second_moment_bounds_eigenvalues():
     merged = merge_private(TWO_DEVICES, [NoiseScale(2.0, 1.5, 30.0)] * 2)
     assert merged is not None
     assert merged.floor == pytest.approx(0.4255854, abs=5.1e-8)
@@ -111,7 +111,7 @@ def test_no_row_on_the_grid_is_longer_than_one(rows):
 
 
 @given(rows=rows, mu=st.floats(0.01, 4))
-def test_exact_noise_is_added_to_rows_on_the_grid_and_never_has_less_than_its_variance(rows, mu):
+def test_exact_noise_on_grid_rows_has_at_least_its_variance(rows, mu):
     """Exactly, in fractions: mu^2 share variance is at least 1 for each number, in grid steps of its own."""
     variances: list[Fraction] = []
 

@@ -52,7 +52,7 @@ def test_rows_of_zeros_stay_zero():
 
 
 @pytest.mark.long
-def test_the_constants_are_those_of_the_script_and_whiten_its_images():
+def test_constants_match_script_and_whiten_its_images():
     """For the smallest size; the largest takes seconds. float16 holds three digits."""
     made = script().whitening(8)
     with np.load(CONSTANTS) as stored:

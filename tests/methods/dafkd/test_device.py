@@ -38,7 +38,7 @@ from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import encode
 
 
-def test_daf_property_a_discriminator_goes_on_from_where_it_was_and_never_comes_from_the_server() -> None:
+def test_daf_property_discriminator_continues_on_device_only() -> None:
     server, device = make_server(), make_device()
     sent = train(server, device)["discriminator"]
     assert isinstance(sent, Discriminator)
@@ -53,7 +53,7 @@ def test_daf_property_a_discriminator_goes_on_from_where_it_was_and_never_comes_
     assert not any(isinstance(kind, Discriminator) for kind in asked(server, device).values())
 
 
-def test_state_of_before_the_first_round_has_no_discriminator_and_takes_one_back() -> None:
+def test_restoring_state_before_first_round_drops_discriminator() -> None:
     server, device = make_server(), make_device()
     fresh = unpack_state(pack_state(device.state_dict()))
     train(server, device)
@@ -61,7 +61,7 @@ def test_state_of_before_the_first_round_has_no_discriminator_and_takes_one_back
     assert device.state_dict() == {"discriminator": None, "optimizer": None}
 
 
-def test_the_first_discriminator_is_decided_by_the_asks_seed_alone() -> None:
+def test_first_discriminator_depends_on_seed_of_ask_alone() -> None:
     one, other, third = (make_device(seed=seed) for seed in (1, 1, 1))
     server = make_server()
     first, second, differs = train(server, one), train(server, other), train(server, third, seed=5)
@@ -76,7 +76,7 @@ def training_of(device: DaFKDDevice, *, adversarial: bool = True) -> Adversarial
 
 
 @pytest.mark.parametrize("name", ["server", "no sharing", "feature level"])
-def test_daf_property_a_generator_step_changes_nothing_but_the_generator(name: str) -> None:
+def test_daf_property_generator_step_changes_only_generator(name: str) -> None:
     device = make_device(**VARIANTS[name])
     training = training_of(device)
     judged, _ = device.ready()
@@ -113,7 +113,7 @@ def test_the_joint_loss_is_equation_9() -> None:
     assert_close(training.joint_loss(x, labels, fake), own + 0.7 * against)
 
 
-def test_sharing_trains_the_extractor_for_the_discriminator_too_and_no_sharing_does_not() -> None:
+def test_extractor_learns_from_discriminator_only_with_sharing() -> None:
     def extractor_after(**settings: Any) -> dict[str, Tensor]:
         device, server = make_device(**settings), make_server(**settings)
         train(server, device)
@@ -137,7 +137,7 @@ def test_generator_and_discriminator_stop_when_told(settings: dict[str, Any], co
     assert states_equal(copied(server.generator), before) is not trains
 
 
-def test_a_last_batch_of_one_sample_trains_models_without_batch_norm() -> None:
+def test_last_batch_of_one_sample_trains_without_batch_norm() -> None:
     local = make_device(rows=33).local
     model = OwnSplit()
     device = DaFKDDevice(config_of(), replace(local, model=model, taps=check_local_model(model)))
@@ -146,7 +146,7 @@ def test_a_last_batch_of_one_sample_trains_models_without_batch_norm() -> None:
     assert np.isfinite(losses).all()
 
 
-def test_a_generator_that_diverges_is_an_error_that_names_its_rate() -> None:
+def test_diverging_generator_is_error_naming_its_rate() -> None:
     device = make_device()
     training = training_of(device)
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_a_generator_that_diverges_is_an_error_that_names_its_rate() -> None:
         training.step_generator(4)
 
 
-def test_the_generators_optimiser_is_fresh_and_has_the_weight_decay_that_is_stated() -> None:
+def test_generator_optimiser_is_fresh_with_stated_weight_decay() -> None:
     device = make_device(adversarial_weight_decay=0.25)
     optimizer = adam(device.config, device.generator, 0.5)
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.5, 0.25)

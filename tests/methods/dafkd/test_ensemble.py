@@ -55,7 +55,7 @@ def test_daf_3_equal_discriminators_count_alike(logit: float, devices: int) -> N
     assert_close(weights, equal_weights(devices, 2))
 
 
-def test_daf_13_without_correlation_eight_devices_have_an_eighth_each() -> None:
+def test_daf_13_without_correlation_eight_devices_weigh_equally() -> None:
     assert equal_weights(8, 1)[:, 0].tolist() == [0.125] * 8
 
 
@@ -70,7 +70,7 @@ def test_daf_4_the_teacher_is_the_weighted_mean() -> None:
     assert float(distillation_loss(uniform, plain, 1.0)) == pytest.approx(0.046473, abs=1e-6)
 
 
-def test_daf_5_the_sum_of_weighted_predictions_is_the_same_teacher() -> None:
+def test_daf_5_sum_of_weighted_predictions_is_same_teacher() -> None:
     weighted = [weighted_predictions(VERDICTS[k], PROBS[k : k + 1]) for k in range(3)]
     for k in range(3):
         assert_close(weighted[k].sum(1), VERDICTS[k].sigmoid(), atol=1e-12, rtol=0)
@@ -101,7 +101,7 @@ def test_vanished_importance_drops_a_sample_and_keeps_the_others() -> None:
     assert bool(teacher.isfinite().all())
 
 
-def test_weighted_predictions_are_floored_so_that_float32_keeps_them() -> None:
+def test_weighted_predictions_have_floor_so_float32_keeps_them() -> None:
     weighted = weighted_predictions(torch.tensor([-500.0]), torch.tensor([[0.5, 0.5]]))
     assert weighted.float().sum().item() == pytest.approx(1e-12)
     assert_close(weighted_predictions(None, PROBS), PROBS)
@@ -130,7 +130,7 @@ def test_with_many_classes_half_of_those_in_view_must_be_seen() -> None:
     assert classes_needed(torch.empty(0, 104)) == 52
 
 
-def test_the_guard_opens_at_104_classes_for_a_generator_that_covers_what_the_ensemble_has_in_view() -> None:
+def test_guard_opens_at_104_classes_if_visible_ones_are_covered() -> None:
     """17 best classes of 34 in view, as measured in round 5 of a fleet with 104 classes; half of all would be 52."""
     context = MethodContext(
         classes=104, input_shape=SHAPE, models=ModelSection(device="digits_mlp_small"), torch_device=CPU, seed=3

@@ -26,7 +26,7 @@ def test_daf_7_the_generators_gradient(kind: str, slope: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["minimax", "nonsaturating"])
-def test_daf_7_a_generator_step_raises_what_the_discriminator_says_of_its_samples(kind: str) -> None:
+def test_daf_7_generator_step_raises_discriminator_verdict(kind: str) -> None:
     torch.manual_seed(0)
     generator, noise = build_generator("digits_generator"), torch.randn(32, 100)
     judge = nn.Sequential(nn.Flatten(), nn.Linear(64, 1))
@@ -37,14 +37,14 @@ def test_daf_7_a_generator_step_raises_what_the_discriminator_says_of_its_sample
     assert all(parameter.grad is None for parameter in judge.parameters())
 
 
-def test_daf_8_the_adversarial_loss_is_one_mean_over_real_and_generated() -> None:
+def test_daf_8_adversarial_loss_is_mean_over_real_and_generated() -> None:
     real, fake = torch.tensor([2.0, 1.0]), torch.tensor([-1.0, 0.0])
     assert float(adversarial_loss(real, fake)) == pytest.approx(0.361650, abs=1e-6)
     sum_of_means = adversarial_loss(real, torch.empty(0)) + adversarial_loss(torch.empty(0), fake)
     assert float(sum_of_means) == pytest.approx(0.723299, abs=1e-6)
 
 
-def test_daf_9_the_generators_optimum_is_not_the_mean_of_the_devices() -> None:
+def test_daf_9_generator_optimum_is_not_mean_of_devices() -> None:
     """Two devices over two points; with best discriminators the sum of ln 2 - L_adv is the sum of Jensen-Shannon."""
 
     def objective(first: int) -> float:
@@ -78,7 +78,7 @@ def test_the_gradient_penalty_of_a_line_is_known() -> None:
     assert penalty.detach().item() == pytest.approx(0.0625)
 
 
-def test_daf_property_a_student_that_equals_its_only_teacher_learns_nothing() -> None:
+def test_daf_property_student_equal_to_teacher_learns_nothing() -> None:
     logits = torch.randn(6, 4, dtype=torch.float64)
     teacher = ensemble(importance_weights(torch.randn(1, 6)), logits[None], 2.0, "probs")
     student = logits.clone().requires_grad_()

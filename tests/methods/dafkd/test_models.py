@@ -57,7 +57,7 @@ def test_a_seed_outside_64_bits_is_refused(seed: int) -> None:
 # --- models
 
 
-def test_the_papers_classifier_has_eleven_layers_and_256_features() -> None:
+def test_paper_classifier_has_eleven_layers_and_256_features() -> None:
     model = build_model("dafkd_resnet11", input_shape=(1, 28, 28), classes=10)
     chain = [part for name, part in model.named_modules() if isinstance(part, nn.Conv2d) and "shortcut" not in name]
     assert len(chain) + 1 == 11  # and the linear layer
@@ -68,14 +68,14 @@ def test_the_papers_classifier_has_eleven_layers_and_256_features() -> None:
     assert parameter_count(build_model("dafkd_resnet20")) == 127_642 + 4_544 + 17_792 + 70_400
 
 
-def test_the_image_generator_has_the_167k_parameters_of_the_prototype() -> None:
+def test_image_generator_has_167k_parameters_of_prototype() -> None:
     count = parameter_count(build_generator("dafkd_generator", shape=(1, 28, 28)))
     # Linear 101 * 1568, two batch-norms 64 + 32, transposed convolutions 32 * 16 * 16 and 16 * 16 + 1.
     assert count == 158_368 + 96 + 8_192 + 257
     assert round(count / 1000) == 167
 
 
-def test_paper_has_the_papers_generator_two_embeddings_batch_norm_and_leaky_relu() -> None:
+def test_paper_generator_has_embeddings_batch_norm_leaky_relu() -> None:
     config = DaFKDConfig.from_settings({"paper": True}).for_classes(10)
     generator = make_generator(config, (1, 28, 28), 10)
     assert (generator.noise_embedding.in_features, generator.label_embedding.in_features) == (100, 10)

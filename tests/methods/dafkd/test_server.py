@@ -86,7 +86,7 @@ def test_a_round_of_every_variant(name: str) -> None:
     assert cohort.figures["likelihood"].keys() == {"a", "b"}
 
 
-def test_the_start_of_distillation_is_the_mean_of_classifiers_and_generators() -> None:
+def test_distillation_starts_at_mean_classifier_and_generator() -> None:
     server, devices = make_server(kd_epochs=0), two_devices()
     cohort = run_round(server, devices)
     generators = [part_of(parts, "generator", Generator).parameters for _, _, parts in answered(cohort)]
@@ -153,7 +153,7 @@ def teachers_of(**settings: Any) -> tuple[Tensor, Tensor]:
     return caught[0]
 
 
-def test_exact_agrees_with_the_servers_own_computation_and_lagged_has_the_older_samples() -> None:
+def test_exact_agrees_with_server_and_lagged_has_older_samples() -> None:
     samples, teacher = teachers_of()
     exact_samples, exact = teachers_of(**VARIANTS["exact"])
     lagged_samples, _ = teachers_of(**VARIANTS["lagged"])
@@ -162,7 +162,7 @@ def test_exact_agrees_with_the_servers_own_computation_and_lagged_has_the_older_
     assert not torch.equal(samples, lagged_samples)
 
 
-def test_a_lagged_device_predicts_with_what_it_learned_on_samples_of_the_generator_that_it_was_sent() -> None:
+def test_lagged_device_predicts_on_samples_of_received_generator() -> None:
     server, device = make_server(**VARIANTS["lagged"]), make_device(**VARIANTS["lagged"])
     sent = part_of(train(server, device), "predictions", WeightedPredictions)
     samples = server.samples(5)
@@ -173,7 +173,7 @@ def test_a_lagged_device_predicts_with_what_it_learned_on_samples_of_the_generat
     assert sent.noise_seed == 5
 
 
-def test_no_correlation_is_the_plain_mean_on_the_server_and_on_the_device() -> None:
+def test_no_correlation_is_plain_mean_on_server_and_device() -> None:
     _, plain = teachers_of(correlation=False)
     _, exact = teachers_of(correlation=False, **VARIANTS["exact"])
     _, weighted = teachers_of()
@@ -181,7 +181,7 @@ def test_no_correlation_is_the_plain_mean_on_the_server_and_on_the_device() -> N
     assert float((plain - weighted).abs().max()) > 1e-5
 
 
-def test_daf_property_at_feature_level_distillation_leaves_the_extractor_alone() -> None:
+def test_daf_property_feature_level_distillation_keeps_extractor() -> None:
     server = make_server(**VARIANTS["feature level"], maturity_guard=False)
     assert isinstance(server.model, SplitModel)
     below, above = server.model.stages[:-1], server.model.stages[-1]
@@ -192,7 +192,7 @@ def test_daf_property_at_feature_level_distillation_leaves_the_extractor_alone()
     assert not states_equal(copied(above), head)
 
 
-def test_distillation_brings_the_student_to_its_teacher_and_leaves_statistics_alone() -> None:
+def test_distilled_student_nears_teacher_and_keeps_statistics() -> None:
     server = make_server(kd_epochs=20, kd_lr=0.01)
     samples, teacher = torch.rand(64, *SHAPE), torch.full((64, 10), 0.01).index_fill_(1, torch.tensor([3]), 0.91)
     before = copied(server.model)
@@ -234,7 +234,7 @@ def test_the_guard_holds_an_immature_generator_back_and_says_so() -> None:
     assert cohort.figures["generated_classes"] == 4
 
 
-def test_the_guard_stays_still_for_a_mature_generator_and_when_switched_off() -> None:
+def test_guard_is_silent_for_mature_generator_and_when_off() -> None:
     cohort = FakeCohort({})
     assert make_server().if_mature(one_class_teacher(5), cohort)
     assert make_server(maturity_guard=False).if_mature(one_class_teacher(1), cohort)
@@ -261,7 +261,7 @@ def test_where_the_guard_fires_the_mean_of_the_models_stays() -> None:
     assert not states_equal(round_of_one_class(maturity_guard=False)[0], mean)
 
 
-def test_a_device_with_another_seed_or_without_finite_answers_does_not_teach() -> None:
+def test_device_with_other_seed_or_nonfinite_answer_is_left_out() -> None:
     server, cohort = make_server(**VARIANTS["lagged"]), FakeCohort({})
     samples = server.samples(5)
     good = WeightedPredictions(noise_seed=5, values=np.full((64, 10), 0.05, np.float32))
@@ -286,7 +286,7 @@ def test_where_all_importance_vanishes_no_figure_is_made_up() -> None:
     json.dumps(cohort.figures, allow_nan=False)
 
 
-def test_a_model_that_is_not_finite_on_generated_samples_does_not_teach() -> None:
+def test_model_not_finite_on_generated_samples_does_not_teach() -> None:
     server, cohort = make_server(), FakeCohort({})
     sent = model_parameters(server.model)
     huge = ModelParameters(
@@ -298,7 +298,7 @@ def test_a_model_that_is_not_finite_on_generated_samples_does_not_teach() -> Non
     assert cohort.kinds == ["member-left-out"]
 
 
-def test_soft_only_lets_a_device_keep_another_classifier_and_teach_with_it() -> None:
+def test_soft_only_device_keeps_other_classifier_and_teaches() -> None:
     settings = VARIANTS["soft-only"]
     server = make_server(**settings)
     devices = {"a": make_device(1, **settings), "b": make_device(2, model="digits_cnn_small", **settings)}
@@ -314,7 +314,7 @@ def test_soft_only_lets_a_device_keep_another_classifier_and_teach_with_it() -> 
     assert states_equal(copied(devices["a"].local.model), copied(server.model))
 
 
-def test_a_simulation_of_soft_only_devices_gives_each_its_own_model(tmp_path: Path) -> None:
+def test_simulated_soft_only_devices_have_their_own_models(tmp_path: Path) -> None:
     """The server keeps a classifier of its own; whether all devices run it is a setting."""
     models = ("digits_mlp_small", "digits_linear")
     settings = {"upload_model": False, "discriminator_location": "device", "local_epochs": 1, "kd_samples": 64}

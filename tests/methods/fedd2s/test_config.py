@@ -27,7 +27,7 @@ from fleetdistill_server.store.memory_blobs import MemoryBlobs
 # --- what is declared, and how it is checked
 
 
-def test_the_contract_names_the_first_layer_and_all_that_can_be_cut_at() -> None:
+def test_contract_names_first_layer_and_all_possible_cuts() -> None:
     server = make_server(l_min=3)
     assert features_of(server.run_exchanges()) == {"a": (8,), "c": (5,), "d": (3,)}
     assert list(features_of(make_server(l_min=1).run_exchanges())) == ["a", "b", "c", "d"]
@@ -77,7 +77,7 @@ def test_a_device_without_the_cuts_is_refused_at_check_in() -> None:
         check_profile(contract, kept_back)
 
 
-def test_models_that_are_no_chain_of_stages_are_refused_with_advice() -> None:
+def test_models_not_a_chain_of_stages_are_refused_with_advice() -> None:
     class OneCut(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -137,7 +137,7 @@ def test_a_setting_out_of_range_says_so(settings: dict[str, Any], sentence: str)
     assert sentence in str(error.value)
 
 
-def test_the_defaults_are_the_specifications_and_paper_switches_ours_off() -> None:
+def test_defaults_match_specification_and_paper_disables_ours() -> None:
     config = FedD2SConfig().for_classes(10)
     assert (config.local_epochs, config.distill_epochs, config.label_epochs) == (4, 2, 2)
     assert (config.optimizer, config.learning_rate, config.batch_size) == ("adam", 0.01, 128)

@@ -41,7 +41,7 @@ def learn_ask(server: FedD2SServer, device: FedD2SDevice, layer: int) -> Ask:
 
 @pytest.mark.parametrize("settings", [{}, {"s2c_mode": "feature_grad"}, {"distance": "mse"}])
 @pytest.mark.parametrize("layer", [2, 3])
-def test_distillation_leaves_the_layers_above_the_cut_bit_identical(settings: dict[str, Any], layer: int) -> None:
+def test_distillation_leaves_layers_above_cut_bit_identical(settings: dict[str, Any], layer: int) -> None:
     settings = {**settings, "label_epochs": 0, "weight_decay": 0.1, "warmup_epochs": 3}
     server, device = disturbed_server(**settings), make_device(**settings)
     extract_ask = Ask(round=1, step="extract", seed=1, parts={"plan": Plan(values={"layer": layer})})
@@ -128,7 +128,7 @@ def test_the_ablation_brings_features_together_instead() -> None:
     assert not nothing.valid
 
 
-def test_rows_without_features_of_the_fleet_do_not_train_towards_zeros() -> None:
+def test_rows_without_fleet_features_do_not_train_towards_zeros() -> None:
     """The server has features of every second row; the others must count as rows that are where they should be."""
     how: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.1, "batch_size": 64}
     settings: dict[str, Any] = {**how, "distance": "mse", "distill_epochs": 1, "label_epochs": 0}
@@ -160,7 +160,7 @@ def test_feature_distance_counts_rows_without_a_target_as_zero() -> None:
         feature_distance(student, target[0])
 
 
-def test_rows_are_matched_by_sample_id_and_unknown_ids_are_counted() -> None:
+def test_rows_match_by_sample_id_and_unknown_ids_are_counted() -> None:
     device = make_device(rows=5)
     values, valid, unknown = device.own_rows(np.array([3, 99, 1]), np.array([[1.0], [2.0], [3.0]], np.float16), (1,))
     assert valid.tolist() == [False, True, False, True, False]
@@ -170,7 +170,7 @@ def test_rows_are_matched_by_sample_id_and_unknown_ids_are_counted() -> None:
     assert device.handle(Ask(round=1, step="learn", seed=1, parts=parts)).notes == {"unknown_ids": 1}
 
 
-def test_the_warm_up_comes_once_and_the_same_ask_gives_the_same_answer() -> None:
+def test_warm_up_happens_once_and_same_ask_gives_same_answer() -> None:
     ask = Ask(round=1, step="extract", seed=1, parts={"plan": Plan(values={"layer": 4, "participation": 1})})
     one, other = make_device(), make_device()
     first, again = (device.handle(ask).parts["knowledge"].features["a"] for device in (one, other))  # type: ignore[attr-defined]

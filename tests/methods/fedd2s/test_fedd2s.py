@@ -81,7 +81,7 @@ def test_d2s_5_a_copy_takes_the_step_of_the_distillation_loss(layer: int) -> Non
 
 
 @pytest.mark.parametrize("distance", ["head", "mse"])
-def test_d2s_5_at_layer_1_no_step_is_taken_towards_the_copys_own_answer(distance: str) -> None:
+def test_d2s_5_at_layer_1_no_step_is_taken_towards_own_answer(distance: str) -> None:
     """p and q are equal there, but for rounding, and Adam's first step has the size of the rate for any gradient."""
     server, device = disturbed_server(label_epochs=0, distill_epochs=1, distance=distance), make_device(1)
     sent = triplets_of(server, device, 1)
@@ -194,7 +194,7 @@ def test_d2s_10_bytes_of_a_round(layer: int, mode: str, up: int, down: int) -> N
     assert encode(reply).data_bytes == down + ids
 
 
-def test_at_layer_1_one_column_travels_and_every_layer_above_comes_down() -> None:
+def test_at_layer_1_one_column_goes_up_and_layers_come_down() -> None:
     server, fleet = make_server(l_min=1, drop_every=1), make_fleet(2, drop_every=1)
     for number in range(1, 5):
         cohort = run_round(server, fleet, number)

@@ -60,7 +60,7 @@ def test_the_layer_never_rises_and_stays_within_its_bounds(
     assert all(before - after <= 1 for before, after in pairwise(used))
 
 
-def test_the_dropping_set_is_by_default_the_fully_connected_layers() -> None:
+def test_dropping_set_defaults_to_fully_connected_layers() -> None:
     for model, lowest in (("fedd2s_m1", 3), ("fedd2s_m2", 3), ("fedd2s_digits", 2), ("digits_mlp_large", 2)):
         assert shallowest_layer(build_model(model), l_min=None, dropping_set="") == lowest  # type: ignore[arg-type]
     assert shallowest_layer(tiny_model(), l_min=None, dropping_set="") == 1  # all are linear: one is always left

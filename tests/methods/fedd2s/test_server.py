@@ -79,7 +79,7 @@ def test_a_forgotten_device_begins_at_the_last_layer_again() -> None:
     assert server.state_dict()["participations"] == {"d0": 1, "d1": 2}
 
 
-def test_a_device_that_is_never_selected_has_no_count_and_is_not_asked() -> None:
+def test_device_never_selected_has_no_count_and_is_not_asked() -> None:
     server = make_server(participation_ratio=0.34)
     cohort = run_round(server, make_fleet(3))
     (selected,) = {item.device for item in cohort.asked}
@@ -87,7 +87,7 @@ def test_a_device_that_is_never_selected_has_no_count_and_is_not_asked() -> None
     assert set(cohort.figures["cut_layer"]) == {selected}
 
 
-def test_a_round_that_falls_short_leaves_the_global_network_alone() -> None:
+def test_round_that_falls_short_keeps_global_network() -> None:
     server, fleet = make_server(), make_fleet()
     before = state_of(server.network)
     with pytest.raises(QuorumNotReached):
@@ -129,7 +129,7 @@ def test_samples_average_weighs_copies_by_their_rows() -> None:
         assert_close(both["samples"].network.state_dict()[name], (3 * copies[0][name] + copies[1][name]) / 4)
 
 
-def test_alternating_takes_a_step_on_each_loss_and_joint_one_on_their_sum() -> None:
+def test_alternating_steps_on_each_loss_and_joint_on_their_sum() -> None:
     """One full batch, SGD without momentum: both worked out by hand for the server's copy."""
     for steps in ("joint", "alternating"):
         how: dict[str, Any] = {
@@ -160,7 +160,7 @@ def test_alternating_takes_a_step_on_each_loss_and_joint_one_on_their_sum() -> N
 # --- guards
 
 
-def test_the_teacher_guard_fires_on_a_network_worse_than_chance_and_than_the_device() -> None:
+def test_teacher_guard_fires_on_network_below_chance_and_device() -> None:
     server, cohort = make_server(teacher_guard=True), FakeCohort({})
     sent = triplets_of(server, make_device(), 4)
     wrong = server.soft_labels(server.network, sent.first).argmin(1)
@@ -175,7 +175,7 @@ def test_the_teacher_guard_fires_on_a_network_worse_than_chance_and_than_the_dev
     assert device.distillation(Ask(round=1, step="learn", seed=1, parts=decode(encode(reply))), 4) == (None, 0)
 
 
-def test_the_teacher_guard_stays_still_for_a_good_network_and_when_switched_off() -> None:
+def test_teacher_guard_is_silent_for_good_network_and_when_off() -> None:
     server, cohort = make_server(teacher_guard=True), FakeCohort({})
     sent = triplets_of(server, make_device(), 4)
     scores = server.soft_labels(server.network, sent.first)
@@ -204,7 +204,7 @@ def test_the_teacher_guard_takes_a_network_at_chance_for_none(right: int, own: f
     assert len(cohort.events) == held
 
 
-def test_a_copy_that_diverges_is_left_out_of_the_mean_and_its_device_learns_from_its_labels() -> None:
+def test_diverging_copy_is_left_out_and_its_device_uses_labels() -> None:
     settings: dict[str, Any] = {"warmup_epochs": 0, "distill_epochs": 0, "batch_size": 64}
     server, fleet = make_server(**settings), make_fleet(2, **settings)
     fleet["d1"].columns_of = lambda layer: {  # type: ignore[method-assign]
@@ -254,7 +254,7 @@ def test_features_beyond_float16_are_sent_in_a_float32_run() -> None:
         encode(reply, knowledge_type)  # type: ignore[arg-type]
 
 
-def test_a_copy_does_not_depend_on_the_copies_that_are_trained_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_does_not_depend_on_copies_trained_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are trained as answers arrive, in any order, so dropout must draw the same for a device."""
     copies: list[dict[str, Any]] = []
     for fleet in (make_fleet(2), {"d1": make_device(1)}):

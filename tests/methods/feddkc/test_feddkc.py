@@ -36,7 +36,7 @@ from fleetdistill_server.testing import FakeCohort, always
 from fleetdistill_server.training.loop import batches
 
 
-def test_a_round_takes_a_part_of_the_devices_and_keeps_what_it_knows_about_the_others() -> None:
+def test_round_takes_part_of_devices_and_keeps_others_knowledge() -> None:
     server, knowledge = make_server(), {f"d{i}": make_knowledge(i) for i in range(3)}
     run_round(server, knowledge)
     before = dict(server.knowledge)
@@ -46,7 +46,7 @@ def test_a_round_takes_a_part_of_the_devices_and_keeps_what_it_knows_about_the_o
 
 
 @pytest.mark.parametrize("settings", [{"server_learning_rate": 1e6}, {"server_learning_rate": 1e30}])
-def test_a_predictor_that_does_not_stay_finite_goes_on_from_before_the_round(settings: dict[str, Any]) -> None:
+def test_non_finite_predictor_resumes_from_before_round(settings: dict[str, Any]) -> None:
     server, knowledge = make_server(**settings), {name: make_knowledge(i) for i, name in enumerate("ab")}
     before = copy.deepcopy(server.state_dict())
     cohort = run_round(server, knowledge)
@@ -113,7 +113,7 @@ def test_dkc_19_a_server_step_descends_equation_2(tau: float) -> None:
     assert_close(server.predictor.weight[:, 0], torch.tensor([1.0, 0.0, -1.0]) - 0.1 * gradient, atol=1e-6, rtol=0)
 
 
-def test_knowledge_is_absent_in_round_1_and_the_servers_logits_afterwards() -> None:
+def test_knowledge_is_absent_in_round_1_then_server_logits() -> None:
     server = make_server(teacher_guard=False)  # two steps do not make a teacher
     knowledge = {"a": make_knowledge(1), "b": make_knowledge(2, rows=7)}
     first = run_round(server, knowledge)
@@ -166,7 +166,7 @@ def test_refinement_makes_all_devices_knowledge_congruent(refinement: str) -> No
         assert float(peaks.max() - peaks.min()) < (1e-6 if refinement == "kkr" else server.config.epsilon)
 
 
-def test_sequential_order_goes_device_after_device_and_mixed_does_not() -> None:
+def test_sequential_order_goes_by_device_and_mixed_does_not() -> None:
     sizes = [64, 64]
     generator = torch.Generator().manual_seed(0)
     sequential = list(batches(make_server(server_order="sequential").pools(sizes), 16, 1, generator))
@@ -181,7 +181,7 @@ def normalising_predictor(feature_shape: tuple[int, ...], classes: int) -> nn.Mo
 
 
 @pytest.mark.parametrize(("batch_norm", "sizes"), [(False, [1, 4, 1]), (True, [4])])
-def test_a_batch_of_one_row_is_left_out_only_where_batch_norm_needs_two(batch_norm: bool, sizes: list[int]) -> None:
+def test_batch_of_one_row_is_left_out_only_with_batch_norm(batch_norm: bool, sizes: list[int]) -> None:
     """Device a has one row, b five, in batches of four: without batch-norm every row is trained on."""
     server = make_server(server_order="sequential", batch_size=4)
     if batch_norm:
@@ -205,7 +205,7 @@ def test_refined_rows_are_counted_by_tag() -> None:
     assert cohort.figures["refined_rows"] == {"degenerate": 1, "ok": 23}
 
 
-def test_the_teacher_guard_fires_on_a_teacher_that_is_worse_than_chance_and_than_the_device() -> None:
+def test_teacher_guard_fires_on_teacher_below_chance_and_device() -> None:
     server = make_server()
     cohort = FakeCohort({})
     bad = bad_upload(server, teacher_right=False)
@@ -216,7 +216,7 @@ def test_the_teacher_guard_fires_on_a_teacher_that_is_worse_than_chance_and_than
     assert cohort.figures["teacher_accuracy"] == {"a": 0.0}
 
 
-def test_the_teacher_guard_stays_still_for_a_good_teacher_and_when_switched_off() -> None:
+def test_teacher_guard_is_silent_for_good_teacher_and_when_off() -> None:
     server, cohort = make_server(), FakeCohort({})
     server.predict(bad_upload(server, teacher_right=True), cohort)
     assert cohort.events == []
@@ -231,9 +231,7 @@ def test_the_teacher_guard_stays_still_for_a_good_teacher_and_when_switched_off(
     ("teacher", "own", "held"),
     [(3, 9, True), (3, 3, False), (4, 9, False), (0, 0, False), (2, 1, False), (2, 3, True)],
 )
-def test_the_teacher_guard_wants_a_teacher_above_chance_or_no_worse_than_the_device(
-    teacher: int, own: int, held: bool
-) -> None:
+def test_teacher_must_beat_chance_or_be_no_worse_than_device(teacher: int, own: int, held: bool) -> None:
     """Right rows of nine, of three classes: 3 is chance. Exactly chance and worse than the device is held back."""
     server, cohort = make_server(), FakeCohort({})
     features = torch.randn(9, FEATURES, generator=torch.Generator().manual_seed(2))
@@ -278,7 +276,7 @@ def test_round_1_is_plain_cross_entropy() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_initial_zero_knowledge_distils_from_a_uniform_teacher_as_the_paper_does() -> None:
+def test_initial_zero_knowledge_uses_uniform_teacher_of_paper() -> None:
     plain, paper = make_device(), make_device(initial_zero_knowledge=True)
     plain.handle(ask(NOTHING))
     paper.handle(ask(NOTHING))
@@ -291,7 +289,7 @@ def test_initial_zero_knowledge_distils_from_a_uniform_teacher_as_the_paper_does
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_device_whose_knowledge_is_held_back_later_has_no_uniform_teacher(restarted: bool) -> None:
+def test_later_held_back_knowledge_gives_no_uniform_teacher(restarted: bool) -> None:
     """Nothing valid in round 1 is the paper's uniform teacher; in round 2 it is a guard, and the labels alone count."""
     device, labels_alone = make_device(initial_zero_knowledge=True), make_device(beta=0.0)
     device.handle(ask(NOTHING))
@@ -324,7 +322,7 @@ def test_the_device_loss_is_equation_1() -> None:
         assert_close(mine, theirs - 0.1 * theirs.grad, atol=1e-6, rtol=1e-5)  # type: ignore[operator]
 
 
-def test_rows_are_matched_by_sample_id_and_unknown_ids_are_counted() -> None:
+def test_rows_are_matched_by_sample_id_and_unknown_are_counted() -> None:
     device = make_device(rows=5)
     ids = np.array([3, 99, 1])  # 99 is not known here; 0, 2 and 4 have no teacher
     values = np.array([[9, 0, 0], [0, 9, 0], [0, 0, 9]], np.float32)
@@ -337,7 +335,7 @@ def test_rows_are_matched_by_sample_id_and_unknown_ids_are_counted() -> None:
     assert answer.notes == {"unknown_ids": 1}
 
 
-def test_knowledge_is_extracted_in_eval_mode_in_sample_order_and_leaves_no_trace() -> None:
+def test_knowledge_in_eval_mode_and_sample_order_leaves_no_trace() -> None:
     device = make_device(rows=9)
     answer = device.handle(ask(NOTHING))
     knowledge = answer.parts["knowledge"]
@@ -357,7 +355,7 @@ def test_knowledge_is_extracted_in_eval_mode_in_sample_order_and_leaves_no_trace
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_the_same_ask_gives_the_same_answer_and_momentum_carries_over() -> None:
+def test_same_ask_gives_same_answer_and_momentum_is_kept() -> None:
     one, other = make_device(), make_device()
     first = [device.handle(ask(NOTHING, seed=4)).parts["knowledge"].logits for device in (one, other)]  # type: ignore[attr-defined]
     np.testing.assert_array_equal(*first)
@@ -427,7 +425,7 @@ LOUD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("column", LOUD)
-def test_an_upload_that_is_many_times_as_large_as_the_others_is_left_out(column: str) -> None:
+def test_upload_many_times_as_large_as_others_is_left_out(column: str) -> None:
     honest = {f"d{i}": make_knowledge(i) for i in range(3)}
     loud = make_knowledge(9)
     quiet, disturbed, open_to_all = make_server(), make_server(), make_server(robust="off")
@@ -445,7 +443,7 @@ def test_an_upload_that_is_many_times_as_large_as_the_others_is_left_out(column:
     )
 
 
-def test_no_device_counts_for_more_than_three_times_the_median_of_rows() -> None:
+def test_no_device_counts_more_than_three_times_median_of_rows() -> None:
     server = make_server()
     knowledge = {**{f"d{i}": make_knowledge(i, rows=12) for i in range(3)}, "d9": make_knowledge(9, rows=400)}
     cohort = run_round(server, knowledge)

@@ -78,7 +78,7 @@ def test_dkc_1_kkr_flattens_towards_the_target() -> None:
     check(kkr(logits_of(PEAKED), 0.5), [[0.5, 0.272727, 0.227273]], ["affine"])
 
 
-def test_dkc_2_kkr_is_an_affine_stretch_around_the_uniform_distribution() -> None:
+def test_dkc_2_kkr_is_affine_stretch_around_uniform_distribution() -> None:
     refined = kkr(logits_of(PEAKED), 0.5).probabilities
     stretch = (refined - 1 / 3) / (f64(PEAKED) - 1 / 3)
     assert_close(stretch, torch.full_like(stretch, 0.5 / 1.1))  # (CT-1)/(C·v_m-1) = .454545
@@ -162,7 +162,7 @@ def test_dkc_9_the_bracket_holds_over_ten_orders_of_magnitude(monkeypatch: pytes
             assert ((entropy_bits(refined.probabilities) - target).abs() < 5e-4 + 1e-12).all()
 
 
-def test_dkc_10_skr_solves_tiny_logits_that_a_fixed_bracket_misses() -> None:
+def test_dkc_10_skr_solves_tiny_logits_missed_by_fixed_bracket() -> None:
     logits = f64([3, 2, 1]) * 1e-6
     for theta, entropy in ((1e-4, 1.58491), (1000, 1.58496)):
         assert entropy_bits((logits / theta).softmax(1)).item() == pytest.approx(entropy, abs=1e-5)
@@ -171,7 +171,7 @@ def test_dkc_10_skr_solves_tiny_logits_that_a_fixed_bracket_misses() -> None:
     assert skr(logits, 1.0).scale.item() == pytest.approx(7.545e-7, rel=2e-4)
 
 
-def test_dkc_11_skr_with_ties_reaches_only_entropies_above_log2_of_their_number() -> None:
+def test_dkc_11_skr_reaches_only_entropies_above_log2_of_ties() -> None:
     logits = f64([5, 5, 0])
     check(skr(logits, 0.8), [[0.5, 0.5, 0]], ["unreachable"], atol=0)
     assert tags(skr(logits, 1.0))[0] == "unreachable"
@@ -193,7 +193,7 @@ def test_dkc_13_skr_refuses_an_entropy_out_of_range(target: float) -> None:
         skr(f64([3, 1, 0]), target)
 
 
-def test_dkc_14_entropy_rises_with_theta_and_theta_follows_the_logits() -> None:
+def test_dkc_14_entropy_rises_with_theta_which_follows_logits() -> None:
     logits = f64([3, 1, 0])
     theta = torch.logspace(math.log10(0.05), 2, 60, dtype=torch.float64)
     assert (entropy_bits((logits / theta[:, None]).softmax(1)).diff() > 0).all()
@@ -227,9 +227,7 @@ def test_dkc_15_kernels_reach_the_peak(kernel: str | Kernel, target: float, row:
 @pytest.mark.parametrize(
     ("kernel", "target"), [("softplus", 0.8), (lambda x: 2 * x + 1, 0.8), ("sigmoid", 0.5), ("sigmoid", 0.8)]
 )
-def test_dkc_15_kernels_that_cannot_reach_the_peak_fall_back_to_the_rectified_row(
-    kernel: str | Kernel, target: float
-) -> None:
+def test_dkc_15_kernels_missing_peak_fall_back_to_rectified_row(kernel: str | Kernel, target: float) -> None:
     refined = kkr_kernel(logits_of(PEAKED), target, kernel=kernel, epsilon=1e-6)
     check(refined, [[target, (1 - target) / 2, (1 - target) / 2]], ["unreachable"])
     assert refined.scale.isnan().all()
@@ -366,7 +364,7 @@ def test_a_kernel_that_reaches_the_peak_keeps_the_order(logits: Tensor, fraction
 
 @given(knowledge(-2, 2), fractions)
 @example(torch.tensor([[1.0, 0, 0, 1]], dtype=torch.float64), 1 / 3)  # two maxima, and a peak of 1/2 is wanted
-def test_the_exp_kernels_closed_bracket_finds_what_the_scan_finds(logits: Tensor, fraction: float) -> None:
+def test_closed_bracket_of_exp_kernel_finds_same_as_scan(logits: Tensor, fraction: float) -> None:
     target = peak_at(fraction, logits)
     closed = kkr_kernel(logits, target, epsilon=1e-9)
     scanned = kkr_kernel(logits, target, kernel=torch.exp, epsilon=1e-9)
@@ -494,7 +492,7 @@ def test_skr_takes_a_gap_of_1e_300_of_the_largest_for_a_tie() -> None:
     check(skr(f64([0, -1e-3, -1e300]), 0.5), [[0.5, 0.5, 0]], ["unreachable"], atol=0)
 
 
-def test_an_epsilon_below_float64s_precision_ends_at_its_precision() -> None:
+def test_epsilon_below_float64_precision_ends_at_precision() -> None:
     refined = skr(spec_rows(), 1.5, epsilon=1e-30)
     assert (entropy_bits(refined.probabilities) - 1.5).abs().max() < 1e-12
 
@@ -506,7 +504,7 @@ def test_kkr_does_not_depend_on_rounding_of_ties() -> None:
     check(kkr(wobble, 0.49), [[0.49, 0.49, 0.01, 0.01]], ["rectified-tied"])
 
 
-def test_the_exp_kernel_reaches_at_most_one_over_the_number_of_ties() -> None:
+def test_exp_kernel_reaches_at_most_one_over_number_of_ties() -> None:
     ties = logits_of([0.4, 0.4, 0.2])
     check(kkr_kernel(ties, 0.5), [[0.5, 0.5, 0]], ["unreachable"])
     check(kkr_kernel(ties, 0.6), [[0.6, 0.2, 0.2]], ["unreachable"])

@@ -65,6 +65,6 @@ def test_the_device_uses_only_logits_with_the_right_class() -> None:
     assert unguarded.valid[:3].all()
 
 
-def test_a_server_without_labels_and_without_distillation_would_learn_nothing() -> None:
+def test_server_without_labels_and_distillation_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="labels is false and server_beta is 0"):
         FedDKCConfig(labels=False, server_beta=0.0)

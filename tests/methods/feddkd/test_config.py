@@ -88,7 +88,7 @@ def test_an_app_that_keeps_something_back_is_refused_at_check_in(lacking: str) -
     check_profile(contract, make_profile(model_fingerprint="m", allowed_columns=["parameters", "gradients"]))
 
 
-def test_another_architecture_is_refused_and_no_steps_need_no_gradients() -> None:
+def test_other_model_is_refused_and_no_steps_need_no_gradients() -> None:
     profile = make_profile(model_fingerprint="other", allowed_columns=["parameters", "gradients"])
     with pytest.raises(RefusedError, match="model"):
         check_profile(contract_of(make_server()), profile)

@@ -46,7 +46,7 @@ def test_a_step_changes_nothing_of_the_device() -> None:
         assert_same(state_of(device.local.model), before)
 
 
-def test_the_student_is_evaluated_with_what_was_sent_not_with_the_devices_statistics() -> None:
+def test_student_is_evaluated_with_sent_not_device_statistics() -> None:
     """Plain FedDKD: also the running statistics are the averaged ones, frozen (mistakes and ambiguities, 7)."""
     device = make_device(model="methods.feddkd.feddkd_fleet:norm_model", dkd_batch_size=20)
     server = make_server("methods.feddkd.feddkd_fleet:norm_model")
@@ -74,14 +74,14 @@ def test_the_temperature_is_in_targets_student_and_factor() -> None:
     assert_close(gradients["stages.head.weight"], closed.detach(), atol=1e-6, rtol=1e-4)
 
 
-def test_a_parameter_without_a_part_in_the_logits_has_gradient_zero() -> None:
+def test_parameter_without_effect_on_logits_has_gradient_zero() -> None:
     model = nn.Linear(2, 3)
     model.register_parameter("idle", nn.Parameter(torch.ones(2)))
     gradients, _ = distillation_gradient(model, model_parameters(model), torch.ones(1, 2), torch.full((1, 3), 1 / 3), 1)
     assert torch.equal(gradients["idle"], torch.zeros(2))
 
 
-def test_each_step_draws_other_samples_and_a_repeated_one_the_same() -> None:
+def test_each_step_draws_new_samples_and_repeated_step_the_same() -> None:
     device = make_device(rows=40, dkd_batch_size=5)
     device.handle(teach())
     start = device.state_dict()
@@ -130,7 +130,7 @@ def test_a_batch_larger_than_the_data_is_clipped_and_said_once() -> None:
     assert make_device(rows=20, dkd_batch_size=20).config.dkd_batch_size == 20
 
 
-def test_the_teacher_is_computed_once_a_round_and_survives_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_teacher_is_computed_once_per_round_and_survives_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     from fleetdistill.training import local_training
 
     calls, real = [], local_training.extract

@@ -132,7 +132,7 @@ def descended(
     return model.weight.detach()
 
 
-def test_dkd_5_linear_models_with_squared_loss_reach_the_weighted_mean() -> None:
+def test_dkd_5_linear_models_of_squared_loss_reach_weighted_mean() -> None:
     torch.manual_seed(1)
     inputs = torch.cat([torch.randn(50, 3), torch.ones(50, 1)], 1).double()
     targets = [torch.randn(2, 4, dtype=torch.float64) for _ in range(3)]
@@ -150,7 +150,7 @@ def test_dkd_5_linear_models_with_squared_loss_reach_the_weighted_mean() -> None
     assert float(at_mean.abs().max()) < 1e-12
 
 
-def test_dkd_6_unlike_curvatures_are_where_the_steps_beat_the_mean() -> None:
+def test_dkd_6_steps_beat_mean_where_curvatures_differ() -> None:
     curvatures, own = [1.0, 3.0], [0.0, 1.0]
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(model.weight, 0.5)  # the parameter average

@@ -51,7 +51,7 @@ def mean_of(fleet: FakeCohort) -> ModelParameters:
 # --- a round
 
 
-def test_a_round_is_one_training_and_j_steps_for_those_that_answered() -> None:
+def test_round_is_one_training_and_j_steps_for_answering_devices() -> None:
     server, fleet = make_server(dkd_steps=2), make_fleet(3, dkd_steps=2)
     fleet.silent = frozenset({(2, "d1")})  # type: ignore[assignment]
     run_round(server, fleet)
@@ -70,7 +70,7 @@ def test_each_step_sends_the_model_of_the_step_before() -> None:
     assert weight_of(server) == pytest.approx(1.7)
 
 
-def test_distillation_lowers_the_distance_to_the_teachers_that_averaging_leaves() -> None:
+def test_distillation_reduces_teacher_distance_left_by_averaging() -> None:
     losses = {}
     for steps in (0, 20):
         devices = {f"d{i}": make_device(i, local_epochs=20) for i in range(3)}
@@ -129,7 +129,7 @@ def test_a_missing_reply_leaves_the_mean_of_the_others(gradients: list[float], g
 # --- the guard
 
 
-def test_the_guard_undoes_the_step_that_raised_the_loss_and_ends_the_steps() -> None:
+def test_guard_undoes_step_that_raised_loss_and_ends_steps() -> None:
     server = scalar_server(dkd_steps=5, dkd_lr=0.1, divergence_factor=1.5)
     fleet = run_round(server, fleet_of({name: scripted(0, 1, losses=[1.0, 0.9, 1.4, 9, 9]) for name in "ab"}))
     assert weight_of(server) == pytest.approx(-0.1)  # the second of two steps is undone: 1.4 > 1.5 * 0.9
@@ -194,7 +194,7 @@ def test_a_model_that_has_left_the_numbers_is_stepped_back_from(guard: bool) -> 
 
 
 @pytest.mark.parametrize("guard", [True, False])
-def test_the_last_step_too_is_taken_back_where_weights_are_not_finite(guard: bool) -> None:
+def test_last_step_is_also_undone_if_weights_are_not_finite(guard: bool) -> None:
     server = scalar_server(dkd_steps=2, dkd_lr=1e38, divergence_guard=guard, dkd_lr_step_decay=0.5)
     fleet = run_round(server, fleet_of({"a": scripted(0, 1), "b": scripted(0, 1)}))
     assert weight_of(server) == pytest.approx(-1.5e38)
@@ -233,7 +233,7 @@ def test_losses_of_zero_that_become_infinite_undo_the_step() -> None:
     assert fleet.figures["distillation_steps"] == 0
 
 
-def test_a_gradient_without_a_finite_loss_is_left_out_of_the_mean_and_of_the_figures() -> None:
+def test_non_finite_loss_excludes_gradient_from_mean_and_figures() -> None:
     odd, even = scripted(0, 5, losses=[math.inf]), scripted(0, 1, losses=[1.0])
     server = scalar_server(dkd_steps=1, dkd_lr=0.1)
     fleet = run_round(server, fleet_of({"a": odd, "b": even, "c": even}))
@@ -256,7 +256,7 @@ def test_finite_gradients_short_of_the_quorum_move_nothing(finite: int, count: i
 
 
 @pytest.mark.parametrize("odd", [math.inf, math.nan])
-def test_a_device_that_never_has_a_finite_loss_does_not_switch_the_guard_off(odd: float) -> None:
+def test_device_never_with_finite_loss_does_not_disable_guard(odd: float) -> None:
     never, risen = scripted(0, 9, losses=[odd] * 3), scripted(0, 1, losses=[1.0, 9.0, 9.0])
     server = scalar_server(dkd_steps=3, dkd_lr=0.1)
     fleet = run_round(server, fleet_of({"a": never, "b": risen, "c": risen}))

@@ -61,7 +61,7 @@ def test_max_adds_the_entropy_term_to_local_training_only() -> None:
 
 
 @pytest.mark.parametrize(("form", "elementwise"), [("a_to_u", False), ("u_to_a_elementwise", True)])
-def test_max_is_cross_entropy_plus_beta_times_the_term_of_its_form(form: str, elementwise: bool) -> None:
+def test_max_is_cross_entropy_plus_beta_times_term_of_form(form: str, elementwise: bool) -> None:
     device = make_device(variant="max", fedmax_beta=3.0, fedmax_form=form)
     model, data = device.local.model.eval(), device.local.data
     term = activation_divergence(model.embedding(data.inputs), reverse_elementwise=elementwise)  # type: ignore[operator]
@@ -117,7 +117,7 @@ def test_bn_keeps_batch_norm_on_the_device_through_a_round() -> None:
     assert fleet.figures["distillation_steps"] == 4
 
 
-def test_bn_gives_the_next_round_the_shared_weights_and_keeps_its_own_batch_norm() -> None:
+def test_bn_next_round_gets_shared_weights_and_own_batch_norm() -> None:
     path = "methods.feddkd.feddkd_fleet:norm_model"
     server, device = make_server(path, variant="bn"), make_device(model=path, variant="bn")
     device.handle(teach(server=server))
@@ -129,7 +129,7 @@ def test_bn_gives_the_next_round_the_shared_weights_and_keeps_its_own_batch_norm
     )
 
 
-def test_bn_evaluates_the_student_with_the_devices_own_statistics() -> None:
+def test_bn_evaluates_student_with_statistics_of_device() -> None:
     path = "methods.feddkd.feddkd_fleet:norm_model"
     server = make_server(path, variant="bn")
     device = make_device(model=path, variant="bn", dkd_batch_size=20)
@@ -170,7 +170,7 @@ def test_max_tells_an_app_at_once_that_its_model_lacks_embedding() -> None:
 
 
 @pytest.mark.parametrize(("model", "variant"), [("tiny_model", "plain"), ("norm_model", "plain"), ("norm_model", "bn")])
-def test_a_student_in_train_mode_differs_and_leaves_everything_as_it_was(model: str, variant: str) -> None:
+def test_student_in_train_mode_differs_and_changes_no_state(model: str, variant: str) -> None:
     path = f"methods.feddkd.feddkd_fleet:{model}"
     settings: dict[str, Any] = {"model": path, "variant": variant}
     server, gradients = make_server(path, variant=variant), []

@@ -63,7 +63,7 @@ def listening() -> set[str]:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.cold_start  # Ray's processes
-def test_two_nodes_and_a_worker_that_dies_give_the_same_to_the_bit(tmp_path: Path, due: Path, address: str) -> None:
+def test_two_nodes_and_a_dying_worker_give_identical_bits(tmp_path: Path, due: Path, address: str) -> None:
     from fleetdistill_lab.simulation.backends.ray_backend import RayBackend
 
     alone, on_ray = (prepare(DYING, tmp_path / kind) for kind in ("alone", "ray"))
@@ -82,7 +82,7 @@ def test_two_nodes_and_a_worker_that_dies_give_the_same_to_the_bit(tmp_path: Pat
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.cold_start
-def test_a_cluster_of_this_machine_listens_on_the_loopback_only_and_ends_with_the_backend() -> None:
+def test_local_cluster_uses_only_loopback_and_ends_with_backend() -> None:
     pytest.importorskip("ray", reason="the extra ray is not installed")
     from fleetdistill_lab.simulation.backends.ray_backend import RayBackend
 
@@ -93,7 +93,7 @@ def test_a_cluster_of_this_machine_listens_on_the_loopback_only_and_ends_with_th
 
 @pytest.mark.slow
 @pytest.mark.cold_start
-def test_an_address_without_a_cluster_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_address_without_cluster_is_refused_before_any_writing(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="the extra ray is not installed")
     out = tmp_path / "out"
     with pytest.raises(ConfigurationError, match="no Ray cluster at nowhere"):

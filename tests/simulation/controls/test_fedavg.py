@@ -10,7 +10,7 @@ from support.fleets import SMALL
 from fleetdistill_lab.simulation.fleet import simulate
 
 
-def test_the_control_asks_as_large_a_share_of_the_devices_as_the_method(tmp_path: Path) -> None:
+def test_control_asks_same_share_of_devices_as_the_method(tmp_path: Path) -> None:
     """Two devices, half of them a round, four rounds: each method asks two devices' worth of exchanges in all."""
     settings = {"participation_ratio": 0.5}
     wanted = replace(SMALL, method="dafkd", rounds=4, with_alone=False, with_fedavg=True, out=tmp_path)

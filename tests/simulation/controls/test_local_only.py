@@ -75,9 +75,7 @@ def test_a_method_says_the_truth_about_its_optimiser(
     assert len(made) == (2 if config_class(method).keeps_optimizer else 4)
 
 
-def test_a_round_without_a_pass_over_the_labels_leaves_the_control_as_it_was(
-    tmp_path: Path, trainings: list[Training]
-) -> None:
+def test_round_without_label_pass_leaves_control_unchanged(tmp_path: Path, trainings: list[Training]) -> None:
     """FedD2S that learns labels in its warm-up only."""
     curve = train_local_only(tmp_path / "work", [True, True, True], "fedd2s", label_epochs=0)
     assert [epochs for _, _, epochs in trainings] == [1]
@@ -93,7 +91,7 @@ NO_LABELS = Simulation(
 )
 
 
-def test_settings_that_fedavg_can_not_match_are_refused_before_the_fleet_runs(
+def test_settings_fedavg_cannot_match_are_refused_before_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet, "run_over_memory", lambda *given: pytest.fail("the fleet ran"))
@@ -116,7 +114,7 @@ def test_models_that_do_not_begin_alike_are_named(tmp_path: Path) -> None:
 # --- as long as they like
 
 
-def test_controls_of_one_exchange_train_for_as_long_as_those_of_other_methods(tmp_path: Path) -> None:
+def test_one_exchange_controls_train_as_long_as_other_methods(tmp_path: Path) -> None:
     wanted = Simulation(method="classstats", devices=2, train_limit=100, test_limit=40, out=tmp_path)
     assert (wanted.rounds_to_complete, wanted.rounds_of_controls) == (1, 30)
     report = simulate(replace(wanted, control_rounds=3))
@@ -144,9 +142,7 @@ def test_rounds_that_nobody_names(
     assert (wanted.rounds_to_complete, wanted.rounds_of_controls) == expected
 
 
-def test_a_control_of_more_rounds_goes_on_where_the_devices_were_not_asked(
-    tmp_path: Path, trainings: list[Training]
-) -> None:
+def test_longer_control_continues_where_devices_were_not_asked(tmp_path: Path, trainings: list[Training]) -> None:
     """FedAvg asks one of two devices in its one round; alone both train in the two rounds that come on top."""
     wanted = replace(SMALL, method="fedavg", rounds=1, control_rounds=3, with_alone=True, out=tmp_path)
     simulate(replace(wanted, settings={"participation_ratio": 0.5}))

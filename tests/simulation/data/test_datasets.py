@@ -130,7 +130,7 @@ class TestFiles:
         np.testing.assert_allclose(255 * data.train_images[0, 0], [[4, 8], [0, 255]], rtol=1e-6)
 
     @pytest.mark.parametrize("size", [0, 5])
-    def test_a_size_that_images_cannot_be_averaged_down_to_is_refused(self, tmp_path: Path, size: int) -> None:
+    def test_size_that_images_cannot_be_averaged_to_is_refused(self, tmp_path: Path, size: int) -> None:
         _write(tmp_path, "mnist")
         with pytest.raises(ConfigurationError, match=f"image_size is {size}, must be 1 to 4"):
             load_dataset("mnist", tmp_path, image_size=size)

@@ -57,7 +57,7 @@ def small(out: Path, **changes: Any) -> Simulation:
     return replace(wanted, **changes)
 
 
-def test_a_pair_of_arrays_gives_a_fifth_of_each_class_to_the_test_part() -> None:
+def test_pair_of_arrays_gives_fifth_of_each_class_to_test_part() -> None:
     data = own_dataset((INPUTS, LABELS))
     assert (len(data.train_labels), len(data.test_labels)) == (48, 12)
     assert data.test_labels.bincount().tolist() == [4, 4, 4]
@@ -118,7 +118,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_arrays_that_are_no_data_set_are_refused_with_what_was_expected(name: str) -> None:
+def test_arrays_that_are_no_data_set_are_refused_with_reason(name: str) -> None:
     arrays, sentence = WRONG[name]
     with pytest.raises(DataError) as result:
         own_dataset(arrays)
@@ -147,7 +147,7 @@ def test_a_file_that_is_no_data_set_is_refused_and_named(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_a_simulation_cannot_begin_with_is_refused_before_it_begins(tmp_path: Path) -> None:
+def test_unusable_simulation_settings_are_refused_before_begin(tmp_path: Path) -> None:
     out = tmp_path / "out"
     wrong = {
         r"samples of own-data have shape \[6\], but the built-in models read images .*; give your own device": {

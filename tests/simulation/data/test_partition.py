@@ -90,7 +90,7 @@ class TestOracles:
         counts = classes_window(TEN_BY_100, 4, 2, 0).class_counts(TEN_BY_100, 10)
         assert [np.flatnonzero(row).tolist() for row in counts] == [[0, 1], [1, 2], [2, 3], [3, 4]]
 
-    def test_splits_window_of_fifty_devices_gives_every_class_ten_holders(self) -> None:
+    def test_window_of_fifty_devices_gives_each_class_ten_holders(self) -> None:
         counts = classes_window(TEN_BY_100, 50, 2, 0).class_counts(TEN_BY_100, 10)
         assert ((counts > 0).sum(axis=0) == 10).all()
         assert (counts[counts > 0] == 10).all()
@@ -148,7 +148,7 @@ class TestLaws:
         seed=st.integers(0, 2**32 - 1),
     )
     @settings(max_examples=100)
-    def test_a_device_holds_so_many_classes_and_every_row_of_them_is_used(
+    def test_device_holds_given_class_count_and_all_rows_are_used(
         self, kind: str, sizes: list[int], devices: int, held: int, seed: int
     ) -> None:
         labels = np.repeat(np.arange(4), sizes)
@@ -374,7 +374,7 @@ class TestArguments:
 
 
 class TestByClient:
-    def test_a_device_has_the_rows_of_a_client_and_the_rest_is_not_used(self) -> None:
+    def test_device_has_rows_of_one_client_and_the_rest_is_unused(self) -> None:
         clients = [7, 3, 7, 9, 3, 3]
         split = partition("by_client", [0, 1, 0, 1, 0, 1], 2, 0, clients=clients)
         assert [rows.tolist() for rows in split.indices] == [[1, 4, 5], [0, 2]]

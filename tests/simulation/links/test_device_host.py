@@ -36,7 +36,7 @@ def differ(pid: int, before: list[int]) -> bool:
     return children(pid) != before
 
 
-def test_a_process_that_is_killed_again_and_again_ends_the_simulation(tmp_path: Path) -> None:
+def test_process_killed_again_and_again_ends_simulation(tmp_path: Path) -> None:
     _, specs, _ = prepare(Simulation(method="feddkc", devices=2, train_limit=40, test_limit=20), tmp_path / "work")
     host = forked_host(specs, free_port())  # no server is there: the devices try again for ever
     pid = host.pid
@@ -51,7 +51,7 @@ def test_a_process_that_is_killed_again_and_again_ends_the_simulation(tmp_path: 
     assert children(pid) == []
 
 
-def test_a_failed_device_ends_the_simulation_although_another_works_on(tmp_path: Path) -> None:
+def test_failed_device_ends_simulation_while_another_works_on(tmp_path: Path) -> None:
     _, specs, _ = prepare(Simulation(method="feddkc", devices=3, train_limit=60, test_limit=20), tmp_path / "work")
     endless, failing = Path(specs[0].state_dir), Path(specs[2].state_dir)  # in one process; the other is in the second
     endless.mkdir()

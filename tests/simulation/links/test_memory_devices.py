@@ -44,7 +44,7 @@ def test_only_a_durable_run_has_state_directories(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_open", [1, 2])
-def test_devices_that_are_closed_between_rounds_go_on_where_they_were(tmp_path: Path, max_open: int) -> None:
+def test_devices_closed_between_rounds_continue_where_they_were(tmp_path: Path, max_open: int) -> None:
     all_open, few = (prepare(FLEET, tmp_path / kind) for kind in ("all", "few"))
     with (
         closing(run_in_memory(all_open)) as one,
@@ -76,7 +76,7 @@ def test_a_run_that_dies_within_a_round_repeats_that_round(tmp_path: Path, answe
         assert device_files(whole) == device_files(broken)
 
 
-def test_another_process_can_read_the_store_of_a_running_simulation(tmp_path: Path) -> None:
+def test_another_process_can_read_store_of_running_simulation(tmp_path: Path) -> None:
     prepared, seen = prepare(replace(FLEET, rounds=2), tmp_path / "work"), []
 
     def look(store: Store) -> None:

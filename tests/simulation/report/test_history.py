@@ -54,7 +54,7 @@ def device_a(tmp_path: Path) -> DeviceSpec:
     return spec
 
 
-def test_a_score_without_a_receipt_is_that_of_a_model_which_the_device_does_not_have(tmp_path: Path) -> None:
+def test_score_without_receipt_is_of_a_model_the_device_lacks(tmp_path: Path) -> None:
     store = store_of("feddkc", 2)
     answered_round(store, [("train", False)])
     answered_round(store, [("train", True)])
@@ -63,7 +63,7 @@ def test_a_score_without_a_receipt_is_that_of_a_model_which_the_device_does_not_
     assert [item.tolist() for item in history.devices["a"]] == [FIRST.tolist(), THIRD.tolist()]
 
 
-def test_an_answer_that_the_round_does_not_use_has_trained_the_device_all_the_same(tmp_path: Path) -> None:
+def test_answer_unused_by_round_has_trained_device_all_the_same(tmp_path: Path) -> None:
     store = store_of("feddkc", 2)
     for use in (False, True):
         answered_round(store, [("train", True)], use=use)
@@ -78,7 +78,7 @@ def test_the_step_that_is_scored_decides(tmp_path: Path) -> None:
     assert read_history(store, RUN, [device_a(tmp_path)]).took_part == {"a": [False, True]}
 
 
-def test_a_further_answer_counts_from_the_first_round_that_has_it_and_a_receipt(tmp_path: Path) -> None:
+def test_further_answer_counts_from_first_round_with_receipt(tmp_path: Path) -> None:
     store, spec = store_of("classstats", 4), device_a(tmp_path)
     for receipt in (True, False, True, False):
         answered_round(store, [("learn", receipt)])
@@ -89,7 +89,7 @@ def test_a_further_answer_counts_from_the_first_round_that_has_it_and_a_receipt(
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedd2s"])
-def test_in_an_undisturbed_run_every_device_took_part_in_every_round(method: str, tmp_path: Path) -> None:
+def test_undisturbed_run_has_every_device_in_every_round(method: str, tmp_path: Path) -> None:
     prepared = prepare(replace(SMALL, method=method), tmp_path / "work")
     store = run_in_memory(prepared)
     assert set(map(json.dumps, read_history(store, RUN, prepared[1]).took_part.values())) == {"[true, true]"}

@@ -77,7 +77,7 @@ def test_metrics_f1_weighted_is_by_part_and_then_the_mean() -> None:
     assert c_gen(EVERYWHERE, f1_weighted) != pytest.approx(np.mean([f1_weighted(row.sum(0)) for row in EVERYWHERE]))
 
 
-def test_metrics_a_class_that_is_absent_or_never_answered_counts_as_it_should() -> None:
+def test_metrics_count_absent_and_never_answered_classes() -> None:
     counts = confusion([0, 0, 1], [0, 0, 0], 4)  # class 1 is never answered, 2 and 3 are neither there nor answered
     assert f1_by_class(counts).tolist() == pytest.approx([0.8, 0, 0, 0])
     assert f1_macro(counts) == pytest.approx(0.4)
@@ -111,7 +111,7 @@ def test_cper_is_taken_per_round_and_then_the_median() -> None:
     assert late != c_per(median_of_rounds(generic, 2, 4), median_of_rounds(specific, 2, 4))
 
 
-def test_a_device_without_test_rows_is_left_out_of_means_and_counted() -> None:
+def test_device_without_test_rows_is_counted_but_not_in_means() -> None:
     with_empty = EVERYWHERE.copy()
     with_empty[:, 2] = 0
     result = fleet_scores(with_empty)
@@ -120,7 +120,7 @@ def test_a_device_without_test_rows_is_left_out_of_means_and_counted() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=40))
-def test_scores_lie_in_0_to_1_and_are_1_exactly_where_every_answer_is_right(rows: list[tuple[int, int]]) -> None:
+def test_scores_are_0_to_1_and_1_only_if_every_answer_is_right(rows: list[tuple[int, int]]) -> None:
     labels, answers = zip(*rows, strict=True)
     counts = confusion(labels, answers, 5)
     assert counts.sum() == len(rows)

@@ -140,7 +140,7 @@ class TestPartitionPlot:
 
 
 class TestComparison:
-    def test_rounds_are_a_curve_over_bytes_and_one_exchange_a_point_with_its_devices(self) -> None:
+    def test_rounds_are_a_curve_over_bytes_and_one_exchange_a_point(self) -> None:
         ax = _axes()
         rounds = curve("feddkc", [10, 20, 40], [None, 0.5, 0.75])
         exchange = curve("class statistics general", [15], [0.9], devices=(0.85, 0.95))
@@ -159,13 +159,13 @@ class TestComparison:
             "class statistics general: 90.0% after 15.0 kB",
         ]
 
-    def test_rounds_after_the_exchange_that_cost_nothing_leave_it_a_point(self) -> None:
+    def test_free_rounds_after_exchange_leave_it_a_point(self) -> None:
         ax = _axes()
         plot_comparison(ax, [curve("class statistics general", [15, 15], [0.9, 0.9])])
         assert not ax.lines
         assert ax.collections[-1].get_offsets().tolist() == [[15, 0.9]]
 
-    def test_a_methods_answers_have_its_colour_and_differ_in_their_looks(self) -> None:
+    def test_answers_of_method_share_its_colour_and_differ_in_style(self) -> None:
         ax = _axes()
         names = ("feddkc", "FedAvg devices", "FedAvg global")
         plot_comparison(ax, [curve(name, [1, 2], [0.1, 0.2]) for name in names])
@@ -173,7 +173,7 @@ class TestComparison:
         assert feddkc.get_color() != devices.get_color() == whole.get_color()
         assert devices.get_linestyle() != whole.get_linestyle()
 
-    def test_fedavgs_global_model_has_one_look_in_all_panels_and_the_legend(self) -> None:
+    def test_fedavg_global_model_looks_same_in_all_panels_and_legend(self) -> None:
         compared, rounds = _axes(), _axes()
         names = ("FedAvg devices", "FedAvg global")
         plot_comparison(compared, [curve(name, [1, 2], [0.1, 0.2]) for name in names])
@@ -182,7 +182,7 @@ class TestComparison:
         looks = {(line.get_color(), line.get_linestyle()) for line in lines}
         assert len(looks) == 1
 
-    def test_nothing_that_is_drawn_lies_outside_and_the_legend_lies_below(self, tmp_path: Path) -> None:
+    def test_nothing_drawn_lies_outside_and_legend_lies_below(self, tmp_path: Path) -> None:
         ax = _axes()
         plot_comparison(ax, [curve("a", [7, 90], [0.31, 1.0]), curve("b", [3], [0.4], (0.05,))], alone=0.2)
         low, high = ax.get_ylim()
@@ -215,7 +215,7 @@ def _curves(devices: int, rounds: int = 4) -> DeviceCurves:
 
 
 class TestDevices:
-    def test_few_devices_have_a_line_each_and_every_line_its_name_at_its_end(self) -> None:
+    def test_few_devices_have_a_line_each_with_name_at_its_end(self) -> None:
         ax = _axes()
         plot_rounds(ax, _curves(3))
         assert len(ax.lines) == 3 + 3
@@ -227,7 +227,7 @@ class TestDevices:
         assert named["d01 57.0%"] == ax.lines[1].get_color()
         assert ax.get_legend() is None
 
-    def test_of_many_devices_there_is_a_band_with_the_worst_and_the_best_by_name(self) -> None:
+    def test_many_devices_are_a_band_with_worst_and_best_named(self) -> None:
         ax = _axes()
         plot_rounds(ax, _curves(SINGLE_LINES + 31))
         (band,) = ax.collections
@@ -265,7 +265,7 @@ class TestDevices:
         assert ax.get_ylim()[0] > ax.get_ylim()[1], "the first device on top, as in the picture beside it"
         assert ax.get_title(loc="left") == "Accuracy at the end"
 
-    def test_the_gains_of_an_interrupted_simulation_say_after_which_round(self) -> None:
+    def test_gains_of_interrupted_simulation_name_the_round(self) -> None:
         ax = _axes()
         plot_gains(ax, DeviceCurves({"a": [0.1, 0.8]}, moment="after round 2"))
         assert ax.get_title(loc="left") == "Accuracy after round 2"

@@ -51,7 +51,7 @@ def test_figures_by_hand() -> None:
     counts_kcc=hnp.arrays(np.int64, (3, 2, 2), elements=st.integers(0, 9)),
     samples_jc=hnp.arrays(np.int64, (3, 2), elements=st.integers(0, 9)),
 )
-def test_figures_without_the_matrices_of_all_pairs_are_those_with_them(counts_kcc: Any, samples_jc: Any) -> None:
+def test_figures_without_pair_matrices_equal_those_with_them(counts_kcc: Any, samples_jc: Any) -> None:
     counts_kcc[1:] = counts_kcc[:1] * [
         [[1], [2]]
     ]  # all models are scored on one test set, so the same classes have rows
@@ -112,7 +112,7 @@ def test_a_line_of_a_score_log_grows_with_the_test_rows_only(rows: int, classes:
         assert file.stat().st_size <= len('"device": "a", "variant": "", ') + 60 + len("[299, 299, 20], ") * rows
 
 
-def test_a_device_that_a_round_did_not_take_has_the_model_of_before() -> None:
+def test_device_not_taken_by_round_keeps_previous_model() -> None:
     noted = {START: SURE_OF_0, 3: SURE_OF_1}
     assert [counts is SURE_OF_1 for counts in after_rounds(noted, [1, 3, 4])] == [False, True, True]
 
@@ -139,7 +139,7 @@ def test_medians_are_over_exactly_the_last_20_rounds(rounds: int) -> None:
     assert late["ua_mean"] == pytest.approx((2 * rounds - 9) / 200)  # over the last 10
 
 
-def test_the_figures_of_a_fleet_take_memory_for_each_device_and_not_for_each_pair() -> None:
+def test_fleet_figures_take_memory_per_device_and_not_per_pair() -> None:
     devices, classes, random = 1000, 10, np.random.default_rng(0)
     device_kcc = list(random.integers(1, 9, (devices, classes, classes)))
     samples_jc = random.integers(1, 9, (devices, classes))
@@ -203,7 +203,7 @@ def test_no_controls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedd2s", "dafkd"])
-def test_devices_that_no_round_takes_are_scored_and_train_alone_as_often(tmp_path: Path, method: str) -> None:
+def test_devices_never_taken_are_scored_and_train_alone_as_often(tmp_path: Path, method: str) -> None:
     """One of four devices a round, two rounds: at least two devices never take part and keep their first model."""
     wanted = Simulation(
         method=method,
@@ -224,7 +224,7 @@ def test_devices_that_no_round_takes_are_scored_and_train_alone_as_often(tmp_pat
     json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
 
 
-def test_a_round_whose_global_model_cannot_be_scored_is_undone_and_made_again(
+def test_round_with_unscorable_global_model_is_undone_and_redone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finite weights can be so large that logits are not."""

@@ -43,7 +43,7 @@ def available_seconds(spans: Iterator[Span], begin: float, end: float) -> float:
 @example(behaviour=FleetBehaviour(availability="diurnal:0.9999999999999999"), seed=0)
 @example(behaviour=FleetBehaviour(availability="diurnal:0.9999999999999999"), seed=6)
 @settings(max_examples=20, deadline=None)
-def test_the_same_seed_gives_the_same_fleet_and_intervals_never_overlap(behaviour: FleetBehaviour, seed: int) -> None:
+def test_same_seed_gives_same_fleet_and_intervals_never_overlap(behaviour: FleetBehaviour, seed: int) -> None:
     one, same = FleetTraces(behaviour, DEVICES, seed), FleetTraces(behaviour, DEVICES, seed)
     assert (one.slowness, one.joins) == (same.slowness, same.joins)
     for device in DEVICES[:5]:

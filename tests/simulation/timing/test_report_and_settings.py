@@ -40,7 +40,7 @@ FLEET = replace(
 )
 
 
-def test_a_report_has_the_simulated_time_and_who_was_late_dropped_or_absent(tmp_path: Path) -> None:
+def test_report_has_simulated_time_and_late_dropped_or_absent(tmp_path: Path) -> None:
     """Round 1, 0 s to 65 s: 0 and 1 answer at 10 s; 3 goes at 4 s, its lease ends at 64 s; 2 is late at 65 s (100 s).
 
     Device 4 joins at 5 s. Round 2 asks all but 3: 0, 1 and 4 answer at 75 s; 2 begins at 100 s, late at 130 s. Then the
@@ -71,7 +71,7 @@ def test_a_report_has_the_simulated_time_and_who_was_late_dropped_or_absent(tmp_
         simulate(replace(saved, behaviour=replace(BEHAVIOUR, churn=1.0)), if_there="resume")
 
 
-def test_a_device_that_goes_after_its_first_answer_of_a_round_is_dropped(tmp_path: Path) -> None:
+def test_device_leaving_after_first_answer_of_round_is_dropped(tmp_path: Path) -> None:
     """Each of the two steps takes 10 s; device 2 goes at 15 s."""
     goes = ((0.0, 15.0, 1.0), (1000.0, 1e6, 1.0))
     behaviour = replace(BEHAVIOUR, traces=(ALWAYS, ALWAYS, goes))
@@ -85,7 +85,7 @@ def test_a_device_that_goes_after_its_first_answer_of_a_round_is_dropped(tmp_pat
     assert (times.devices["device-2"].dropped, times.devices["device-2"].answered) == (1, 0)
 
 
-def test_a_simulation_without_behaviour_reports_no_simulated_time(tmp_path: Path) -> None:
+def test_simulation_without_behaviour_reports_no_simulated_time(tmp_path: Path) -> None:
     report = simulate(
         replace(FLEET, behaviour=None, deadline_seconds=None, devices=2, train_limit=60, rounds=1, out=tmp_path / "out")
     )
@@ -141,9 +141,7 @@ def wanted_by(monkeypatch: pytest.MonkeyPatch, *options: str) -> Simulation:
     return wanted[0]
 
 
-def test_options_describe_a_fleet_and_replace_the_settings_of_a_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_options_describe_fleet_and_replace_settings_of_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "fleet.toml"
     file.write_text('[fleet]\navailability = "diurnal:0.2"\nchurn = 3.0\naway_seconds = 60\n')
     fleet = ("availability=diurnal:0.4", "compute=lognormal:0.8", "join_late=0.1")
@@ -161,7 +159,7 @@ def test_options_describe_a_fleet_and_replace_the_settings_of_a_file(
     assert wanted_by(monkeypatch).behaviour is None
 
 
-def test_a_round_begins_by_default_with_the_devices_that_it_needs() -> None:
+def test_round_begins_by_default_with_the_devices_it_needs() -> None:
     assert replace(FLEET, behaviour=None).devices_to_begin == 5
     assert FLEET.devices_to_begin == 2
     assert replace(FLEET, devices_per_round=4).devices_to_begin == 4

@@ -59,7 +59,7 @@ def test_work_takes_time_for_each_sample(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_device_that_is_late_misses_the_round_and_is_still_busy_in_the_next(tmp_path: Path) -> None:
+def test_late_device_misses_round_and_is_still_busy_in_next(tmp_path: Path) -> None:
     """Deadline 100 s, device 2 takes 150 s: late in round 1 at 100 s; round 2's ask waits until 150 s."""
     slow = ((0.0, 1e6, 1 / 15),)
     store = run(replace(FLEET, behaviour=behaviour(ALWAYS, ALWAYS, slow)), tmp_path / "work")
@@ -89,7 +89,7 @@ def test_the_fastest_of_more_devices_than_needed_end_the_round(tmp_path: Path) -
     store.close()
 
 
-def test_a_device_that_goes_while_it_works_is_dropped_at_the_end_of_its_lease(tmp_path: Path) -> None:
+def test_device_leaving_during_work_is_dropped_when_lease_ends(tmp_path: Path) -> None:
     """Device 2 goes after 4 s, in the middle of its work; its lease of 60 s ends at 64 s, long before the deadline."""
     wanted = replace(FLEET, rounds=1, behaviour=behaviour(ALWAYS, ALWAYS, ((0.0, 4.0, 1.0),)))
     store = run(wanted, tmp_path / "work")
@@ -100,7 +100,7 @@ def test_a_device_that_goes_while_it_works_is_dropped_at_the_end_of_its_lease(tm
     store.close()
 
 
-def test_a_device_that_returns_before_its_lease_ends_does_its_work_again(tmp_path: Path) -> None:
+def test_device_returning_before_lease_ends_does_its_work_again(tmp_path: Path) -> None:
     """Device 2 is away from 4 s to 30 s, begins again and answers at 40 s."""
     wanted = replace(FLEET, rounds=1, behaviour=behaviour(ALWAYS, ALWAYS, ((0.0, 4.0, 1.0), (30.0, 1e6, 1.0))))
     store = run(wanted, tmp_path / "work")
@@ -166,7 +166,7 @@ def test_every_method_completes_its_rounds_in_a_fleet_with_churn(name: str, tmp_
     store.close()
 
 
-def test_the_same_seed_gives_the_same_run_whatever_the_machine_does(tmp_path: Path) -> None:
+def test_same_seed_gives_same_run_whatever_the_machine_does(tmp_path: Path) -> None:
     wanted = replace(FLEET, devices=5, rounds=3, min_devices=2, train_limit=150, deadline_seconds=60.0, behaviour=CHURN)
     stores = [run(wanted, tmp_path / name) for name in ("one", "same")]
     assert record(stores[0]) == record(stores[1])
