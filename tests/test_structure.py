@@ -15,6 +15,7 @@ FILES = {
     "client_sdk/fleetdistill/names.py": "def check(name: str) -> str:\n    return name\n" + "\n" * 60,
     "server/fleetdistill_lab/audit.py": "\n" * 61,
     "server/fleetdistill_server/__init__.py": "",
+    "tests/test_names.py": "",
     "server/fleetdistill_server/store/__init__.py": "",
     "server/fleetdistill_server/store/states.py": "from fleetdistill.names import check\n" + "\n" * 60,
 }
@@ -48,6 +49,7 @@ def problems(structure: ModuleType, folder: Path, changes: dict[str, str]) -> li
         *structure.check_rows(modules),
         *structure.check_statuses(modules),
         *structure.check_words(modules, {}),
+        *structure.check_test_names(folder),
     ]
 
 
@@ -88,6 +90,10 @@ FAULTS = {
     "a status as a text": (
         {"client_sdk/fleetdistill/names.py": "def over(run):\n    return run.status == 'finished'\n" + LONG},
         "compares a status with 'finished'",
+    ),
+    "a test with a long name": (
+        {"tests/test_names.py": f"def test_{'x' * 56}(): ...\n"},
+        "has more than 60 characters",
     ),
     "a word that the field does not use": (
         {"client_sdk/fleetdistill/names.py": "_MOST_BYTES = 1\n" + LONG},

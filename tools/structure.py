@@ -22,6 +22,7 @@ ROOTS = ("client_sdk", "server")
 CORE = ("fleetdistill", "fleetdistill_server")
 GENERATED = "wire/v1"
 SMALL_LINES = 60
+MAX_TEST_NAME = 60
 STATUSES = (
     *("created", "preparing", "running", "paused", "stopped", "finished", "cancelled"),
     *("open", "closed", "short", "undone", "answered", "out", "acknowledged", "used", "reported"),
@@ -220,6 +221,14 @@ def defined_names(tree: ast.AST) -> Iterator[str]:
             yield node.id
 
 
+def check_test_names(root: Path) -> Iterator[str]:
+    """Yields the tests whose names have more than 60 characters."""
+    for path in sorted((root / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and len(node.name) > MAX_TEST_NAME:
+                yield f"{path}:{node.lineno}: {node.name} has more than {MAX_TEST_NAME} characters"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs all checks; returns the exit status."""
     project = ROOT / "pyproject.toml"
@@ -235,6 +244,7 @@ def main(arguments: Sequence[str]) -> int:
         *check_rows(modules),
         *check_statuses(modules),
         *check_words(modules, limits["max_words"]),
+        *check_test_names(ROOT),
     ]
     print("\n".join(problems), end="\n" if problems else "")
     return 1 if problems else 0
