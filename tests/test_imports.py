@@ -116,6 +116,7 @@ def imported_by(file: Path) -> set[str]:
     return modules | {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
 
 
+@pytest.mark.long
 def test_no_file_imports_from_a_test_file() -> None:
     """What tests share is in the folder that uses it, or in tests/support for several folders."""
     tests = Path(__file__).parent

@@ -378,6 +378,7 @@ def failing(count: int = 2) -> Failing:
     return drive
 
 
+@pytest.mark.long
 def test_rounds_that_fall_short_never_end_a_service(caplog: pytest.LogCaptureFixture) -> None:
     drive = failing()
     store, told = drive.store, []

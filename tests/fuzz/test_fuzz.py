@@ -35,6 +35,7 @@ MUST_OCCUR = {
 }
 
 
+@pytest.mark.long
 @settings(max_examples=400)
 @given(randoms)
 def test_upload_is_refused_or_accepted_and_readable(random: Random) -> None:
@@ -65,6 +66,7 @@ def test_every_call_in_process() -> None:
     assert target.outcomes.keys() >= {"answered", "bad-identity", "not-asked", "bad-message"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_call_over_sockets(tmp_path: Path) -> None:
     with socket_target(tmp_path) as target:
@@ -85,6 +87,7 @@ def test_every_call_of_the_protos_is_known_to_the_fuzzer() -> None:
     assert len(names) >= 8
 
 
+@pytest.mark.long
 @settings(max_examples=300)
 @given(randoms)
 def test_a_hostile_message_is_made_from_its_seed_alone(random: Random) -> None:
@@ -128,6 +131,7 @@ def test_a_call_that_breaks_is_found() -> None:
         target.close()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_decoder_under_atheris(tmp_path: Path) -> None:
     """A few thousand runs of the coverage-guided fuzzer; `make fuzz` makes a million."""

@@ -304,6 +304,7 @@ def test_killed_at_any_moment_it_goes_on_from_its_directory(point: str, tmp_path
     assert (answers_in(own)[PERSONAL].argmax(axis=1) == digits(0)[1]).mean() > 0.97
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_example_runs_without_torch(tmp_path: Path) -> None:
     hidden = "import runpy; from support.without_torch import TORCH, block; block(*TORCH)"

@@ -404,6 +404,7 @@ def test_a_batch_refines_as_its_rows_do_one_by_one(logits: Tensor, fraction: flo
         assert tags(whole) == [tags(item)[0] for item in single]
 
 
+@pytest.mark.long
 def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = spec_rows()
     logits[::50] = 1.5

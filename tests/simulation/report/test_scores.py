@@ -139,6 +139,7 @@ def test_medians_are_over_exactly_the_last_20_rounds(rounds: int) -> None:
     assert late["ua_mean"] == pytest.approx((2 * rounds - 9) / 200)  # over the last 10
 
 
+@pytest.mark.long
 def test_fleet_figures_take_memory_per_device_and_not_per_pair() -> None:
     devices, classes, random = 1000, 10, np.random.default_rng(0)
     device_kcc = list(random.integers(1, 9, (devices, classes, classes)))
