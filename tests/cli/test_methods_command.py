@@ -54,6 +54,7 @@ from fleetdistill_server.texts import readable_bytes
 
 WIDTH = 118
 every_method = pytest.mark.parametrize("method", sorted(METHODS))
+USUAL = {"classstats", "dafkd", "fedavg", "feddkc"}
 
 
 def call(*words: str) -> Result:
@@ -76,7 +77,8 @@ def predicted(
 @pytest.mark.parametrize(
     ("method", "settings", "knowledge_type"),
     [
-        *((method, {}, "float16") for method in sorted(METHODS)),
+        *((method, {}, "float16") for method in sorted(USUAL)),
+        *(pytest.param(method, {}, "float16", marks=pytest.mark.long) for method in sorted(METHODS.keys() - USUAL)),
         *(pytest.param("feddkd", {"dkd_steps": steps}, "float16", marks=pytest.mark.long) for steps in (1, 5)),
         pytest.param("classstats", {}, "float32", marks=pytest.mark.long),
         ("classstats", {"rank": 0}, "float16"),
