@@ -38,6 +38,6 @@ def _forms(secret: str | bytes) -> Iterable[str]:
         return [secret[:_ENOUGH]]
     start = secret[: len(secret) // 2]
     in_base64 = [encode(start).decode().rstrip("=")[:-1] for encode in (base64.b64encode, base64.urlsafe_b64encode)]
-    of_message = str(service_pb2.Identity(secret=start)).split('"')[1]
+    of_message = str(service_pb2.Identity(secret=start)).partition('"')[2].rpartition('"')[0]
     escaped = [form for text in (repr(start)[2:-1], of_message) for form in (text, json.dumps(text)[1:-1])]
     return [start.hex(), start.hex().upper(), *in_base64, *escaped]

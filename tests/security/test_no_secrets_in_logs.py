@@ -224,3 +224,12 @@ def test_the_search_finds_a_secret_that_is_logged(tmp_path: Path, formatter: log
             logger.debug("a call with %s", form)
             assert found_secrets(path.read_text(), secrets) == [name], form
     handler.close()
+
+
+@pytest.mark.parametrize("first", [b'"', b"'", b"\\"])
+def test_a_secret_that_begins_with_a_quote_is_found_whole(first: bytes) -> None:
+    secret = first + bytes(range(31))
+    secrets = {"secret of camera-1": secret}
+    assert found_secrets(str(service_pb2.Identity(secret=secret)), secrets) == ["secret of camera-1"]
+    assert found_secrets(str(secret), secrets) == ["secret of camera-1"]
+    assert found_secrets('a \\ and a quote " and \\" are no secret', secrets) == []

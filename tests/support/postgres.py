@@ -10,6 +10,8 @@ import importlib.util
 import itertools
 import os
 import shutil
+import signal
+import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from typing import Any
 from urllib.parse import quote
 
 _IN_MEMORY = Path("/dev/shm")
+_FORKS = 3
 _numbers = itertools.count(1)
 
 
@@ -78,7 +81,15 @@ class Postgres:
     def _control(self, *words: str) -> None:
         from pgserver import pg_ctl
 
-        pg_ctl(["-w", *words], pgdata=self._server.pgdata, user=self._server.system_user, timeout=60)
+        for attempt in range(_FORKS):
+            try:
+                pg_ctl(["-w", *words], pgdata=self._server.pgdata, user=self._server.system_user, timeout=60)
+            except subprocess.CalledProcessError as error:
+                # A child forked while threads call gRPC can die in gRPC's fork handler, before it becomes pg_ctl.
+                if error.returncode != -signal.SIGSEGV or attempt == _FORKS - 1:
+                    raise
+            else:
+                return
 
     @property
     def url(self) -> str:
