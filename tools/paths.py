@@ -60,8 +60,8 @@ def _watched(moment: Moment, stacks: dict[str, list[str]]) -> Iterator[None]:
     module, _, name = moment.function.partition(":")
     owner: Any = importlib.import_module(module)
     *classes, function = name.split(".")
-    for label_class in classes:
-        owner = getattr(owner, label_class)
+    for class_name in classes:
+        owner = getattr(owner, class_name)
     original = getattr(owner, function)
 
     def record(*args: Any, **kwargs: Any) -> Any:

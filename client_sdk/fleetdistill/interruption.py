@@ -75,7 +75,7 @@ def check_may_continue() -> None:
 
     Raises:
         CannotAnswer: The time limit has passed.
-        WorkInterrupted: The app stopped the device, or a condition of its policy no longer holds.
+        WorkInterrupted: The app stopped the device, or its eligibility or budgets no longer allow the work.
     """
     for check in _checks.get():
         check()

@@ -75,6 +75,8 @@ _setting_threads = threading.Lock()
 def in_own_thread(function: Callable[[], T], threads: int) -> T:
     """Returns the result of a function that runs in a new thread with a number of compute threads of its own.
 
+    In a block of `without_app`, the function runs in the calling thread with that thread's settings.
+
     The thread also has torch's default modes: gradients enabled, no inference mode, autocast or default device. Other
     threads keep their settings.
 

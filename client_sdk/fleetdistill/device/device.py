@@ -247,8 +247,8 @@ class Device:
     def step(self, wait_seconds: float = POLL_SECONDS) -> Step:
         """Runs one turn: settles an unfinished answer, or requests an ask from the server and answers it.
 
-        Waits for work, and afterwards as long as the server requests, or up to 5 seconds while a condition of
-        `eligibility` does not hold. For an app with its own thread for the device;
+        Waits for work, and afterwards as long as the server requests, or while the device may not work: 5 seconds,
+        or up to 60 if the end of that is known. For an app with its own thread for the device;
         `tick` does not wait.
 
         Args:

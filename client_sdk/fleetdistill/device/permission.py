@@ -1,6 +1,6 @@
 """Whether a device may work now: the app's eligibility and budgets, and the server's pace.
 
-`MeteredLink` counts the bytes that the budgets limit, and ends calls when the work is interrupted.
+`MeteredLink` counts the bytes that the budgets limit, and raises interruptions between calls and chunks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class Permission:
     Attributes:
         usage: What the device has used today.
         pace: The time before which the device must not call the server.
-
     """
 
     def __init__(self, files: Files, clock: Clock, eligibility: Eligibility | None, budgets: Budgets | None) -> None:

@@ -8,7 +8,7 @@ from fleetdistill_server.methods.cohort import DeviceAnswer, Prepare
 from fleetdistill_server.store.records import Ask
 
 MAX_ROWS = 64
-"""Number of answers that are looked up at once, so that the work between two checks of the waking device is bounded."""
+"""Number of answers that are looked up at once, which bounds the work between two checks of the waking device."""
 
 
 class Arrivals:

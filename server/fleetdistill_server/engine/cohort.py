@@ -213,9 +213,9 @@ class StoreCohort:
 
     def model_fingerprint(self, device: str) -> str:
         """Returns the `fleetdistill.training.model.fingerprint` that a device reported for its model."""
-        result = self._store.devices.get(self._terms.run, device)
-        assert result is not None  # every device of the cohort has checked in
-        return contract_pb2.DeviceProfile.FromString(result.profile).model_fingerprint
+        known = self._store.devices.get(self._terms.run, device)
+        assert known is not None  # every device of the cohort has checked in
+        return contract_pb2.DeviceProfile.FromString(known.profile).model_fingerprint
 
     async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
         """Sends a payload without requesting knowledge; waits until each device has it or is out of the round."""

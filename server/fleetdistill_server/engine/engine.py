@@ -72,8 +72,8 @@ class Engine:
         store: Store that contains the run.
         config: The run's configuration.
         waker: Waits for devices' answers and wakes the front.
-        max_short_rounds: Number of consecutive short rounds after which the run fails; for simulations. None retries
-            without a limit, since devices may return at any time.
+        max_short_rounds: Number of consecutive short rounds after which the run stops with a RunError; for simulations.
+            None retries without a limit, since devices may return at any time.
         directory: Directory for the file that names the resume point of a long training; None for no resume points.
         group: Processes that train together; None for this one alone.
         token: Fencing token with which a supervisor made this engine the run's only one; None to register the run and

@@ -153,8 +153,8 @@ class DeviceApi:
         self, run: str, device: str, contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile
     ) -> None:
         try:
-            result = self.store.runs.get(run)
-            check_profile(contract, profile, result.config.get("model") if result is not None else None)
+            known_run = self.store.runs.get(run)
+            check_profile(contract, profile, None if known_run is None else known_run.config.get("model"))
         except RefusedError as refusal:
             self._refusals.note(run, 0, device, refusal, known=self.store.devices.get(run, device) is not None)
             raise
@@ -163,21 +163,21 @@ class DeviceApi:
         """Returns the device's oldest open ask, a request to wait, or the run's end; None if none of these applies."""
         caller = self.sessions.caller(identity)
         run, device = caller.run, caller.id
-        result = self.store.runs.get(run)
-        if result is not None and result.status is RunStatus.PAUSED:
+        known_run = self.store.runs.get(run)
+        if known_run is not None and known_run.status is RunStatus.PAUSED:
             return None  # the device waits; work that it has begun is accepted
         ask = self.store.asks.next_open(run, device)
         if ask is not None:
             if self.times is not None:
                 self.times.note(ask.id, SENT)
             return service_pb2.NextAskResponse(ask=self._ask_message(run, ask))
-        if result is not None and result.status in OVER:
-            return service_pb2.NextAskResponse(finished=f"{result.status}: {result.reason}")
+        if known_run is not None and known_run.status in OVER:
+            return service_pb2.NextAskResponse(finished=f"{known_run.status}: {known_run.reason}")
         if caller.forget_asked_at is not None:
             text = f"the operator removed {device} from run {run!r} and requested its deletion; the app keeps its model"
             return service_pb2.NextAskResponse(finished=f"{text} and may join under another id")
-        if result is not None and result.status is RunStatus.STOPPED:
-            return _wait_for_restart(result.reason, min(STOPPED_SECONDS, self.sessions.lease_seconds / 4))
+        if known_run is not None and known_run.status is RunStatus.STOPPED:
+            return _wait_for_restart(known_run.reason, min(STOPPED_SECONDS, self.sessions.lease_seconds / 4))
         return None
 
     def heartbeat(self, request: service_pb2.HeartbeatRequest) -> service_pb2.HeartbeatResponse:

@@ -197,8 +197,8 @@ class Ingest:
             raise self._refuse(Code.BAD_TENSOR, f"{slot.path} is {slot.dtype.name}, expected {expected}", slot)
         if rule.quantized != (slot.channels is not None):
             forms = ("raw", "quantised per channel")
-            result, expected = forms if rule.quantized else forms[::-1]
-            raise self._refuse(Code.BAD_TENSOR, f"{slot.path} is {result}, expected {expected}", slot)
+            form, expected = forms if rule.quantized else forms[::-1]
+            raise self._refuse(Code.BAD_TENSOR, f"{slot.path} is {form}, expected {expected}", slot)
         if rule.shape is not None and not _fits(slot.shape, rule.shape):
             text = f"{slot.path} has shape {list(slot.shape)}, expected {_shape_text(rule.shape)}"
             raise self._refuse(Code.BAD_TENSOR, text, slot)

@@ -287,10 +287,10 @@ class LocalStore(Source):
     @property
     def _store(self) -> Store:
         """The store, opened again if another one has been restored into its directory."""
-        result = _identity(self._directory)
-        if result != self._file:  # another thread may still use the old one, so it is not closed here
+        file = _identity(self._directory)
+        if file != self._file:  # another thread may still use the old one, so it is not closed here
             self._opened = open_store(self._directory)
-            self._file = result
+            self._file = file
         return self._opened
 
     def read(self, query: Query) -> View:

@@ -191,9 +191,9 @@ class FileBlobs:
             folders = [item for item in self._directory.iterdir() if len(item.name) == 2 and item.is_dir()]
             files = [item for folder in folders for item in os.scandir(folder) if HELD_NAME.fullmatch(item.name)]
             return [
-                StoredBlob(bytes.fromhex(file.name.removesuffix(SUFFIX)), result.st_size, _age(result))
+                StoredBlob(bytes.fromhex(file.name.removesuffix(SUFFIX)), stat.st_size, _age(stat))
                 for file in files
-                if (result := _stat(file)) is not None
+                if (stat := _stat(file)) is not None
             ]
 
     def age_seconds(self, sha256: bytes) -> float:
@@ -204,9 +204,9 @@ class FileBlobs:
     def staging(self) -> list[Staged]:
         with disk_errors("listing staged uploads"):
             return [
-                Staged(item.name.removesuffix(".part"), result.st_size, _age(result))
-                for item in os.scandir(self._staging)
-                if _STAGED_NAME.fullmatch(item.name) and (result := _stat(item)) is not None
+                Staged(file.name.removesuffix(".part"), stat.st_size, _age(stat))
+                for file in os.scandir(self._staging)
+                if _STAGED_NAME.fullmatch(file.name) and (stat := _stat(file)) is not None
             ]
 
     def discard(self, key: str) -> None:

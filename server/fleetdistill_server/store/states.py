@@ -85,7 +85,7 @@ TRANSITIONS: dict[type[StrEnum], dict[StrEnum, tuple[StrEnum, ...]]] = {
         AskStatus.OUT: (),
     },
 }
-"""The statuses that may follow each status of a run, a round and an ask; docs/explanation/architecture.md draws them.
+"""The statuses that may follow each status of a run, a round and an ask; docs/explanation/architecture.md lists them.
 
 A finished run is started again with more rounds, or rolled back. An answer whose payload is lost is asked for again.
 """

@@ -3,7 +3,7 @@
 The server makes the space from merged moments and sends it once. The nearest class mean in it is linear discriminant
 analysis on all D numbers. Computes in float64, with NumPy only. Symbols: n rows, D numbers per row, K classes in the
 space, q directions, C classes of the run. "Line" refers to the section "The mathematics" of
-`docs/reference/methods/classstats.md`.
+`docs/reference/methods/classstats.md`. Only `pack_space` and `unpack_space`, for saved state, use torch.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def fixed_features(
     """Returns the extractor with the projection that a run's settings name.
 
     Args:
-        config: Settings of either method.
+        config: Settings of classstats or classstats_private.
         extractor: The method's extractor.
         input_shape: Shape of one input.
         torch_device: Device to compute on.
@@ -110,7 +110,7 @@ def fixed_features(
     Raises:
         ConfigurationError: The inputs do not fit the extractor.
     """
-    extractor = extractor.cpu().eval()  # too little computation for a GPU
+    extractor = extractor.cpu().eval()  # FixedFeatures copies it to `torch_device`
     features = prod(output_shape(extractor, input_shape))
     return FixedFeatures(extractor, features, config.dimensions_for(input_shape, features), torch_device)
 

@@ -58,9 +58,9 @@ def moments_of(rows_nd: Array, labels_n: Array, min_samples: int = 1) -> Moments
     if not np.isfinite(rows_nd).all():
         row = int(np.argwhere(~np.isfinite(rows_nd))[0][0])
         raise KnowledgeError(f"row {row} of the features is not finite; check the data and the extractor")
-    result, counts = np.unique(labels_n, return_counts=True)
+    classes, counts = np.unique(labels_n, return_counts=True)
     enough = counts >= min_samples
-    labels = tuple(int(item) for item in result[enough])
+    labels = tuple(int(label) for label in classes[enough])
     size = rows_nd.shape[1]
     means, scatter = np.zeros((len(labels), size)), np.zeros((size, size))
     for number, label in enumerate(labels):

@@ -74,18 +74,18 @@ def _screen(fleet: Fleet, rules: MergeRules, notes: Notes) -> tuple[Fleet, LeftO
     off = rules.robust == "off"
     cap = rules.count_cap or (0.0 if off else MAX_ROWS)
     bounded = capped(fleet, cap) if cap else fleet
-    for device in (item for item in fleet if bounded[item] is not fleet[item]):
-        rows, counted = (int(item[device].counts.sum()) for item in (fleet, bounded))
+    for device in (device for device in fleet if bounded[device] is not fleet[device]):
+        rows, counted = int(fleet[device].counts.sum()), int(bounded[device].counts.sum())
         text = (
             f"{device} sent statistics of {rows} rows, which count as {counted}: the limit is {cap:g} times the median"
         )
         notes.event("rows-capped", f"{text} device's rows", device)
-    kept, result = (bounded, list[LeftOut]()) if off else screen(bounded, rules.robust, rules.trusted)
+    kept, reasons = (bounded, list[LeftOut]()) if off else screen(bounded, rules.robust, rules.trusted)
     left_out: LeftOutReasons = {}
-    for item in result:
-        what = f"class{'es' if len(item.labels) > 1 else ''} {', '.join(map(str, item.labels))}"
-        text = f"{item.device}: {item.reason}; its statistics of {what} are left out of the merge"
-        left_out.setdefault(item.device, []).append(text)
+    for reason in reasons:
+        what = f"class{'es' if len(reason.labels) > 1 else ''} {', '.join(map(str, reason.labels))}"
+        text = f"{reason.device}: {reason.reason}; its statistics of {what} are left out of the merge"
+        left_out.setdefault(reason.device, []).append(text)
     note_left_out(left_out, notes)
     _note_single_classes([item.labels for item in kept.values()], notes)
     return kept, left_out

@@ -160,11 +160,11 @@ class ClassStatsServer(ServerMethod):
     async def round(self, cohort: Cohort) -> None:
         self.deliveries.begin(cohort.round)
         asked = cohort.sample(self.config.participation_ratio)
-        await self._collect_statistics(cohort, asked)  # step 1: 3.3 on the devices, then 3.5, 3.6
+        await self._collect_statistics(cohort, asked)  # the lines features and device, then merge, shrink and space
         if not self._parts:
             raise QuorumNotReached("summarise", 0, 1)
         note_left_out(self._left_out, cohort, asked)
-        figures = await self._send_space(cohort, asked)  # step 2: 3.7 to 3.11 on the devices
+        figures = await self._send_space(cohort, asked)  # the lines general and personal, on the devices
         self._note_poor_classes(figures, cohort)  # guard
 
     async def _collect_statistics(self, cohort: Cohort, asked: Sequence[str]) -> None:
