@@ -83,16 +83,16 @@ class OnnxExtractor:
 
     def _run(self, inputs: Array) -> Array:
         try:
-            result = self._session.run(None, {_INPUT: np.ascontiguousarray(inputs, np.float32)})[0]
+            outputs = self._session.run(None, {_INPUT: np.ascontiguousarray(inputs, np.float32)})[0]
         except Exception as error:  # onnxruntime raises its own exception types
             shape = list(self._input_shape)
             raise WireError(
                 f"the run's extractor file does not accept inputs of shape {shape}: {first_line(error)}; {_ADVICE}"
             ) from error
-        if result.ndim < 2 or len(result) != len(inputs) or not result.size:
-            text = f"{list(result.shape)} for a batch of {len(inputs)}"
+        if outputs.ndim < 2 or len(outputs) != len(inputs) or not outputs.size:
+            text = f"{list(outputs.shape)} for a batch of {len(inputs)}"
             raise WireError(f"the run's extractor file gives {text}, expected one row for each input; {_ADVICE}")
-        return np.asarray(result)
+        return np.asarray(outputs)
 
 
 def extractor_of(parts: Parts, input_shape: Sequence[int], threads: int) -> OnnxExtractor:

@@ -27,9 +27,9 @@ def check_batch(inputs: Any, input_shape: Sequence[int | None] | None) -> None:
         DataError: The inputs are not floats, have another shape than `[samples, *input_shape]`, or are not finite.
     """
     if not hasattr(inputs, "dtype") or "float" not in str(inputs.dtype):
-        result = getattr(inputs, "dtype", type(inputs).__name__)
+        dtype = getattr(inputs, "dtype", type(inputs).__name__)
         remedy = "scale images like the training data" if hasattr(inputs, "dtype") else "convert with numpy.asarray"
-        raise DataError(f"the inputs are {result}, expected an array of floats; {remedy}")
+        raise DataError(f"the inputs are {dtype}, expected an array of floats; {remedy}")
     sizes = tuple(inputs.shape[1:])
     input_shape = [None] * max(len(sizes), 1) if input_shape is None else input_shape
     fits = len(sizes) == len(input_shape) and all(

@@ -58,10 +58,10 @@ class Ask:
 
     def part(self, name: str, kind: type[PartKind]) -> PartKind:
         """Returns a part of the payload. Raises WireError if it is missing or of another kind."""
-        result = self.parts.get(name)
-        if not isinstance(result, kind):
-            raise WireError(f"step {self.step!r}: part {name!r} is {type(result).__name__}, expected {kind.__name__}")
-        return result
+        part = self.parts.get(name)
+        if not isinstance(part, kind):
+            raise WireError(f"step {self.step!r}: part {name!r} is {type(part).__name__}, expected {kind.__name__}")
+        return part
 
     def setting(self, name: str, kind: type[Setting]) -> Setting:
         """Returns a value of the part `plan`. Raises WireError if it is missing or of another type."""

@@ -215,8 +215,8 @@ class Outbox:
     @property
     def tries(self) -> int:
         """Number of tries to send the answer in the outbox."""
-        result = self._files.load("outbox/tries.txt") or b""
-        return int(result) if result.isdigit() else 0
+        tries = self._files.load("outbox/tries.txt") or b""
+        return int(tries) if tries.isdigit() else 0
 
     @contextlib.contextmanager
     def answer(self) -> Iterator[Payload]:

@@ -105,11 +105,11 @@ class SentLedger:
         """Returns the ledger; a damaged file is first put aside and replaced by its readable lines."""
         if self._loaded is None:
             data = self._files.load(LEDGER) or b""
-            result = read_ledger(data)
-            if result.damaged or (data and not data.endswith(b"\n")):
-                self._files.set_aside(LEDGER, f"{result.damaged} unreadable lines", "the others are kept", copy=True)
-                self._files.save(LEDGER, _content(result), mode=0o600)
-            self._loaded = replace(result, damaged=0)
+            ledger = read_ledger(data)
+            if ledger.damaged or (data and not data.endswith(b"\n")):
+                self._files.set_aside(LEDGER, f"{ledger.damaged} unreadable lines", "the others are kept", copy=True)
+                self._files.save(LEDGER, _content(ledger), mode=0o600)
+            self._loaded = replace(ledger, damaged=0)
         return self._loaded
 
 

@@ -64,21 +64,21 @@ class MlflowTracker:
         return opened
 
     def _find(self, experiment: str, run: str) -> Any:
-        result = self._client.search_runs([experiment], f"tags.`{_ID}` = '{run}'", max_results=1)
-        return result[0] if result else None
+        runs = self._client.search_runs([experiment], f"tags.`{_ID}` = '{run}'", max_results=1)
+        return runs[0] if runs else None
 
     def _experiment_id(self) -> str:
         from mlflow.exceptions import MlflowException
 
-        result = self._client.get_experiment_by_name(self._experiment)
-        if result is None:
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        if experiment is None:
             try:
                 return str(self._client.create_experiment(self._experiment))
             except MlflowException:  # another process has just created it
-                result = self._client.get_experiment_by_name(self._experiment)
-                if result is None:
+                experiment = self._client.get_experiment_by_name(self._experiment)
+                if experiment is None:
                     raise
-        return str(result.experiment_id)
+        return str(experiment.experiment_id)
 
 
 class MlflowRun:

@@ -187,9 +187,9 @@ def warn_without_server(directory: Path, run: str = "") -> None:
         directory: The store's directory.
         run: A run that was started; its server may serve only another one.
     """
-    result = serving(directory)
-    if result is not None:
-        warn_of_other_run(result.run, run)
+    served_now = serving(directory)
+    if served_now is not None:
+        warn_of_other_run(served_now.run, run)
     else:
         text = f"warning: no server is running on the store {directory}; use --store to name your server's store"
         typer.echo(f"{text}, or start one with `fleetdistill serve`", err=True)

@@ -92,10 +92,10 @@ def _extras(server: ServerSection) -> Found:
 
 def _processes(server: ServerSection, path: Path) -> Found:
     directory = Path(server.store)
-    result = serving(directory)
+    served_now = serving(directory)
     for text in _read(server, failed_runs):
         yield WARNING, text
-    if result is None:
+    if served_now is None:
         waiting = _read(server, lambda store: [repr(run.name) for run in store.runs.active()])
         need = f", but runs are to go on ({', '.join(waiting)}); run `fleetdistill serve {path}`" if waiting else ""
         yield WARNING if waiting else OK, f"no server uses the store {server.store}{need}"
@@ -105,7 +105,10 @@ def _processes(server: ServerSection, path: Path) -> Found:
     for text in wrong:
         yield ERROR, f"{text}; see `runs show` and the server's log"
     if not wrong:
-        yield OK, f"a server serves run {result.run!r}" if result.run else "a server serves all runs of the store"
+        yield (
+            OK,
+            f"a server serves run {served_now.run!r}" if served_now.run else "a server serves all runs of the store",
+        )
 
 
 def _read(server: ServerSection, read: Callable[[Store], list[str]]) -> list[str]:

@@ -150,11 +150,12 @@ def ask_to_forget(store: Store, run: str, device: str, *, served: bool) -> bool:
         raise ConfigurationError(f"run {run!r} has no device {device!r}; list its devices with `fleetdistill devices`")
     if device not in store.devices.to_forget(run):
         return True
-    result = store.runs.existing(run)  # read after the request: an engine does not end a run while requests are pending
-    if (served and result.status in ACTIVE) or not result.checkpoint:
+    # Read after the request: an engine does not end a run while requests are pending.
+    known_run = store.runs.existing(run)
+    if (served and known_run.status in ACTIVE) or not known_run.checkpoint:
         return False
-    end_open_round(store, result)
-    done = forget_requested(store, run, _method_of(result), wait_seconds=WAIT_SECONDS)
+    end_open_round(store, known_run)
+    done = forget_requested(store, run, _method_of(known_run), wait_seconds=WAIT_SECONDS)
     return done or device not in store.devices.to_forget(run)  # another process may have forgotten it meanwhile
 
 

@@ -185,9 +185,9 @@ class FollowingCohort:
 
     def model_fingerprint(self, device: str) -> str:
         """Returns the fingerprint that a device reported for its model."""
-        result = self._store.devices.get(self._run.name, device)
-        assert result is not None  # every device of the cohort has checked in
-        return contract_pb2.DeviceProfile.FromString(result.profile).model_fingerprint
+        known_device = self._store.devices.get(self._run.name, device)
+        assert known_device is not None  # every device of the cohort has checked in
+        return contract_pb2.DeviceProfile.FromString(known_device.profile).model_fingerprint
 
     def generator(self, name: str) -> torch.Generator:
         """Returns the same generator as the engine's."""

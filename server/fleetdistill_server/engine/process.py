@@ -128,8 +128,12 @@ async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group 
 
 def _is_taken(store: Store, run: str, token: str | None) -> bool:
     """Returns whether the run was cancelled, paused, stopped or deleted, so that its engine has not failed."""
-    result = store.runs.get(run)
-    return result is None or result.status is RunStatus.CANCELLED or (token is not None and result.engine != token)
+    known_run = store.runs.get(run)
+    return (
+        known_run is None
+        or known_run.status is RunStatus.CANCELLED
+        or (token is not None and known_run.engine != token)
+    )
 
 
 def _note_failure(store: Store, run: str, why: str) -> None:

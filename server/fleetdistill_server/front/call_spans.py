@@ -86,10 +86,10 @@ class CallSpans:
                 self._pool.submit(self._record, name, call, given, began, time.time_ns(), error)
 
     def _record(self, name: str, call: Call, given: Place | None, began: int, ended: int, error: str) -> None:
-        result = self._ask_of(call)
-        if self._spans is None or call.identity is None or result is None:
+        ask = self._ask_of(call)
+        if self._spans is None or call.identity is None or ask is None:
             return  # not authenticated, or a payload of the contract, which belongs to no round
-        ids, step_number = result
+        ids, step_number = ask
         device = call.identity.device
         of = {"run": ids.run, "round": ids.number, "device": device, "step_number": step_number}
         below = given.span if given is not None and given.trace == ids.trace else ids.ask(step_number, device)

@@ -271,5 +271,5 @@ def _check_identity(identity: service_pb2.Identity, holder: Holder) -> None:
 def _identity_of(request: Any) -> service_pb2.Identity | None:
     if isinstance(request, service_pb2.UploadRequest):
         return request.header.identity if request.HasField("header") else None
-    result = getattr(request, "identity", None)
-    return result if isinstance(result, service_pb2.Identity) else None
+    identity = getattr(request, "identity", None)
+    return identity if isinstance(identity, service_pb2.Identity) else None

@@ -306,8 +306,8 @@ async def _update_health(status: _HealthService, directory: Path, api: DeviceApi
 
 
 def _only_run(directory: Path) -> str | None:
-    result = serving(directory)
-    return result.run or None if result is not None else None
+    served_now = serving(directory)
+    return served_now.run or None if served_now is not None else None
 
 
 async def _sweep_forever(directory: Path, pool: ThreadPoolExecutor) -> None:

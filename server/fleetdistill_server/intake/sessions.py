@@ -114,12 +114,12 @@ class Sessions:
         known = self._contracts.get(run)
         if known is not None and self._clock() - known[1] < _CONTRACT_SECONDS:
             return known[0]
-        result = self._store.runs.get(run)
-        if result is None:
+        known_run = self._store.runs.get(run)
+        if known_run is None:
             raise unknown_run(run)
-        if not result.contract:
+        if not known_run.contract:
             raise RefusedError(Code.NOT_READY, f"run {run!r} is being prepared")
-        contract = contract_pb2.Contract.FromString(result.contract)
+        contract = contract_pb2.Contract.FromString(known_run.contract)
         self._contracts[run] = (contract, self._clock())
         return contract
 

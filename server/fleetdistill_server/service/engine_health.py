@@ -38,16 +38,16 @@ class EngineHealth:
         Raises:
             StoreError: The store could not be read.
         """
-        result = serving(self._directory)
-        names = self._store.runs.names() if result is None else self._have_turns(result)
+        served_now = serving(self._directory)
+        names = self._store.runs.names() if served_now is None else self._have_turns(served_now)
         self._beats = {
             run: self._beats.get(run) or HeartbeatMonitor(engine_directory(self._directory, run)) for run in names
         }
         bad = {run: beats for run, beats in self._beats.items() if beats.silent_seconds() >= _limit(beats)}
-        if result is None and any(run not in bad and beats.seen for run, beats in self._beats.items()):
+        if served_now is None and any(run not in bad and beats.seen for run, beats in self._beats.items()):
             return []  # someone started it by hand
         here = any(beats.begun for beats in self._beats.values())
-        if result is None or (self._beats and not here and self._store.database.is_remote):
+        if served_now is None or (self._beats and not here and self._store.database.is_remote):
             return [] if self._store.database.is_listening("engine") else [_NONE]
         listed = [
             text for process in read_processes(self._directory) if process.name == ENGINE for text in process.problems()

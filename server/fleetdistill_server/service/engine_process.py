@@ -116,8 +116,8 @@ class EngineProcess:
 
     def state(self) -> ProcessState:
         """Returns what metrics say of the process."""
-        result = self.child.state(ENGINE, self.run)
-        return replace(result, waits=self._pause, hangs=self._beats.hangs if result.pid is not None else "")
+        state = self.child.state(ENGINE, self.run)
+        return replace(state, waits=self._pause, hangs=self._beats.hangs if state.pid is not None else "")
 
     def stop(self, at_once: bool) -> None:
         """Ends the process and waits for it."""

@@ -75,8 +75,8 @@ class FrontProcess:
 
     def state(self) -> ProcessState:
         """Returns what metrics say of the process."""
-        result = self._child.state(FRONT)
-        return replace(result, hangs=self._beats.hangs if result.pid is not None else "")
+        state = self._child.state(FRONT)
+        return replace(state, hangs=self._beats.hangs if state.pid is not None else "")
 
     def stop(self, at_once: bool) -> None:
         """Ends the process."""

@@ -131,12 +131,12 @@ class Reconciliation:
 
     def _let_go(self, engine: EngineProcess, queued: Run | None) -> None:
         """Ends the process of a run that needs none, or that another engine works on."""
-        result = self._store.runs.get(engine.run)
-        mine = result is not None and result.engine == engine.token
+        known_run = self._store.runs.get(engine.run)
+        mine = known_run is not None and known_run.engine == engine.token
         if not engine.end(at_once=not mine):
             return
         self._drop(engine)
-        if result is None:
+        if known_run is None:
             delete_engine_files(Path(self._config.server.store), engine.run)
             del self._restarts[engine.run]
         if queued is not None and queued.engine is not None:

@@ -96,5 +96,5 @@ def serving(store: Path) -> Serving | None:
 
 def is_served(store: Path, run: str) -> bool:
     """Returns whether a server serves a run of this store."""
-    result = serving(store)
-    return result is not None and result.includes(run)
+    served_now = serving(store)
+    return served_now is not None and served_now.includes(run)

@@ -50,15 +50,15 @@ def served(directory: Path, store: Store) -> Served:
 
 def placed(directory: Path, store: Store) -> Served:
     """Returns which runs have engines and which are queued, without a look at the engines."""
-    result = serving(directory)
-    if result is None:
+    served_now = serving(directory)
+    if served_now is None:
         return NOT_SERVED
-    queue = queue_of(result, store)
+    queue = queue_of(served_now, store)
     names = list(queue)
-    later = names[result.engines :]
+    later = names[served_now.engines :]
     queued = tuple(run for run in later if not queue[run])
     waiting = frozenset(run for run in later if queue[run])
-    return Served(frozenset(names[: result.engines]), queued, waiting)
+    return Served(frozenset(names[: served_now.engines]), queued, waiting)
 
 
 def may_be_present(directory: Path, store: Store) -> bool:

@@ -124,8 +124,8 @@ class Asks:
 
     def first_unsettled(self, run: str, first: int, last: int) -> int | None:
         """Returns the first round with an ask that is open or whose answer is not used yet; None if there is none."""
-        result = self._db.value(f"SELECT min(a.round) {_UNSETTLED_OF_ANY_STEP}", run, first, last)
-        return None if result is None else int(result)
+        value = self._db.value(f"SELECT min(a.round) {_UNSETTLED_OF_ANY_STEP}", run, first, last)
+        return None if value is None else int(value)
 
     def next_open(self, run: str, device: str) -> Ask | None:
         """Returns the oldest open ask of a device, or None."""

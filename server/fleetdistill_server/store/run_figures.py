@@ -60,8 +60,8 @@ class RoundFigures:
         return self._mean("accuracy", "test")
 
     def _mean(self, name: str, split: str) -> float | None:
-        result = self.reported.get((name, split))
-        return None if result is None else result.mean
+        figure = self.reported.get((name, split))
+        return None if figure is None else figure.mean
 
 
 def round_figures(db: Database, run: str, first: int = 0, last: int = EVERY) -> list[RoundFigures]:

@@ -267,8 +267,8 @@ class Runs:
 
     def open_number(self, run: str) -> int | None:
         """Returns the number of the open round, or None."""
-        result = self._db.value("SELECT round FROM rounds WHERE run = ? AND status = 'open'", run)
-        return None if result is None else int(result)
+        value = self._db.value("SELECT round FROM rounds WHERE run = ? AND status = 'open'", run)
+        return None if value is None else int(value)
 
     def open_round(self, run: str) -> Round | None:
         """Returns the open round, or None."""

@@ -80,10 +80,10 @@ def traffic(store: Store, run: str, after: int) -> View:
 def events(store: Store, run: str, *, before: int | None, kind: str, device: str, text: str, most: int) -> View:
     """Returns a page of events, newest first, and the numbers of all events of the run by kind."""
     store.runs.existing(run)
-    result = store.summaries.events(run, before=before, kind=kind, device=device, text=text, most=most + 1)
-    rows = [{"id": event.id, **event_row(event)} for event in result[:most]]
+    events = store.summaries.events(run, before=before, kind=kind, device=device, text=text, most=most + 1)
+    rows = [{"id": event.id, **event_row(event)} for event in events[:most]]
     kinds = store.summaries.event_kinds(run)
-    return View({"events": rows}, {"more": len(result) > most, "kinds": kinds})
+    return View({"events": rows}, {"more": len(events) > most, "kinds": kinds})
 
 
 def settings(store: Store, run: str) -> View:

@@ -75,8 +75,8 @@ def _about(store: Store, directory: Path, query: Query) -> View:
         "tls": bool(section.get("pki")),
         "enrol_port": load_enrol_port(directory),
     }
-    result = serving(directory)
-    return View({}, {"version": VERSION, **facts, "served_run": None if result is None else result.run})
+    served_now = serving(directory)
+    return View({}, {"version": VERSION, **facts, "served_run": None if served_now is None else served_now.run})
 
 
 def _events(store: Store, directory: Path, query: Query) -> View:
@@ -85,10 +85,10 @@ def _events(store: Store, directory: Path, query: Query) -> View:
 
 
 def _operators(store: Store, directory: Path, query: Query) -> View:
-    result = store.operator_calls.newest(before=query.before, call=query.kind, text=query.text, most=query.most + 1)
+    calls = store.operator_calls.newest(before=query.before, call=query.kind, text=query.text, most=query.most + 1)
     names = ("id", "role", "name", "call", "arguments", "address", "result")
-    rows = [{**{name: getattr(call, name) for name in names}, "at": when(call.at)} for call in result[: query.most]]
-    return View({"operators": rows}, {"more": len(result) > query.most})
+    rows = [{**{name: getattr(call, name) for name in names}, "at": when(call.at)} for call in calls[: query.most]]
+    return View({"operators": rows}, {"more": len(calls) > query.most})
 
 
 ViewReader = Callable[[Store, Path, Query], View]

@@ -50,12 +50,12 @@ def server(store: Store, directory: Path) -> View:
     Raises:
         StoreError: The store could not be read.
     """
-    result = serving(directory)
+    served_now = serving(directory)
     section = _section(directory)
     works = served(directory, store)
     certificates = [*_own_certificates(section, store), *_device_certificates(store)]
     lists = {
-        "processes": _processes(directory) if result is not None else [],
+        "processes": _processes(directory) if served_now is not None else [],
         "queue": _queue(store, works),
         "certificates": certificates,
         "backups": _backups(store),
@@ -65,9 +65,9 @@ def server(store: Store, directory: Path) -> View:
         "problems": problems(store, directory),
         "failed_runs": failed_runs(store),
         "warnings": [_warning(row) for row in certificates if row["state"] in _DUE and not row["device"]],
-        "serves": result is not None,
+        "serves": served_now is not None,
         "version": VERSION,
-        "engines_at_once": 0 if result is None else result.engines,
+        "engines_at_once": 0 if served_now is None else served_now.engines,
     }
     return View(lists, {**facts, **_place(store, directory), **_disk(directory, section)})
 

@@ -30,14 +30,14 @@ def changes(store: Store, run: str, seen: dict[str, TableRow]) -> list[TableRow]
     Raises:
         ConfigurationError: The run does not exist.
     """
-    result = store.runs.progress(run, int(seen.get("last event", {}).get("id", 0)))
-    if result is None:
+    progress = store.runs.progress(run, int(seen.get("last event", {}).get("id", 0)))
+    if progress is None:
         raise ConfigurationError(no_such_run(run, store.runs.names()))
-    for event in result.events:
+    for event in progress.events:
         seen["last event"] = {"id": event["id"]}
-    rounds = [("round", _round_row(figures)) for figures in result.rounds]
-    rows = [*(("step", row) for row in result.steps), *rounds, ("run", result.run)]
-    changes = [{"kind": "event", "event": row["kind"], **_without(row, "id", "kind")} for row in result.events]
+    rounds = [("round", _round_row(figures)) for figures in progress.rounds]
+    rows = [*(("step", row) for row in progress.steps), *rounds, ("run", progress.run)]
+    changes = [{"kind": "event", "event": row["kind"], **_without(row, "id", "kind")} for row in progress.events]
     for kind, row in rows:
         name = f"{kind} {row.get('round', '')} {row.get('step_number', '')}"
         if seen.get(name) != row:

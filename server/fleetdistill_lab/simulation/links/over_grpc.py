@@ -120,6 +120,6 @@ def _watch_until_over(
 
 
 def _check_not_stopped(store: Store, run: str, log: Path) -> None:
-    result = store.runs.get(run)
-    if result is not None and result.status is RunStatus.STOPPED:
-        raise RunError(f"{result.reason}; the devices' log is {log}" if log.exists() else result.reason)
+    known_run = store.runs.get(run)
+    if known_run is not None and known_run.status is RunStatus.STOPPED:
+        raise RunError(f"{known_run.reason}; the devices' log is {log}" if log.exists() else known_run.reason)
