@@ -12,9 +12,8 @@ import grpc
 from grpc_status import rpc_status
 
 from fleetdistill.errors import RefusedError
-from fleetdistill.wire.codes import Code
+from fleetdistill.wire.codes import Code, rich_status
 from fleetdistill.wire.framing import frame
-from fleetdistill.wire.status import rich_status
 from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
 from fleetdistill_lab.conformance import RUN_TOML
 from fleetdistill_server.testing import MemoryServer

@@ -13,8 +13,7 @@ from support.devices import answer_waits
 from fleetdistill import Step
 from fleetdistill.errors import LinkError
 from fleetdistill.link import terms
-from fleetdistill.testing import EventLog
-from fleetdistill.testing.faults import FaultyLink, lost, lost_reply
+from fleetdistill.testing import EventLog, FaultyLink, lost, lost_reply
 from fleetdistill.wire import digests
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import service_pb2

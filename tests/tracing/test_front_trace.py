@@ -23,7 +23,7 @@ from support.processes import python, wait_until
 from support.wire_samples import make_payload
 from typer.testing import CliRunner
 
-from fleetdistill.traceparent import Place, place_in
+from fleetdistill.spans import Place, place_in
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION

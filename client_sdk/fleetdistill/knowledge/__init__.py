@@ -14,7 +14,6 @@ from fleetdistill.knowledge.models import (
     NetworkFile,
     Weights,
 )
-from fleetdistill.knowledge.private import ClassSums, PrivateRows
 from fleetdistill.knowledge.reports import ClassCount, Metric, Metrics, Plan, PlanValue
 from fleetdistill.knowledge.samples import (
     EMBEDDING,
@@ -28,7 +27,7 @@ from fleetdistill.knowledge.samples import (
     check_rows,
     rows_by_id,
 )
-from fleetdistill.knowledge.statistics import ClassSpace, SharedStatistics
+from fleetdistill.knowledge.statistics import ClassSpace, ClassSums, PrivateRows, SharedStatistics
 from fleetdistill.wire.kind import KINDS, Array, Kind, Parts, kind_of
 
 __all__ = [

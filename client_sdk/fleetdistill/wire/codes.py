@@ -11,13 +11,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Code", "status_of"]
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from fleetdistill.errors import RefusedError
+
+__all__ = ["Code", "rich_status", "status_of"]
 
 DOMAIN = "fleetdistill"
 AFTER_SECONDS = "after_seconds"
 """Detail of a temporary error: seconds until a retry."""
 MAX_AFTER_SECONDS = 3600.0
 """Longest wait before a retry in seconds; longer values from a server are clamped."""
+DETAILS = "grpc-status-details-bin"
+"""Name of the trailer with the status."""
+# Error texts are sent in trailers, which gRPC limits to 8 KiB.
+MAX_SENTENCE = 1000
 
 
 @dataclass(frozen=True)
@@ -109,3 +118,13 @@ MEANINGS: dict[Code, Meaning] = {
     Code.TOO_MANY: Meaning("RESOURCE_EXHAUSTED", False, "the device exceeds its share of the server; retry later"),
     Code.INTERNAL: Meaning("INTERNAL", False, "an internal server error; see the server's log"),
 }
+
+
+def rich_status(refusal: RefusedError) -> status_pb2.Status:
+    """Returns the status of an error, with an `ErrorInfo` of its code; texts are truncated to 1,000 characters."""
+    details = {name: value[:MAX_SENTENCE] for name, value in refusal.details.items()}
+    info = error_details_pb2.ErrorInfo(reason=refusal.code, domain=DOMAIN, metadata=details)
+    packed = any_pb2.Any()
+    packed.Pack(info)
+    number = code_pb2.Code.Value(MEANINGS[Code(refusal.code)].status)
+    return status_pb2.Status(code=number, message=str(refusal)[:MAX_SENTENCE], details=[packed])

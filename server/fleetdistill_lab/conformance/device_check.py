@@ -17,9 +17,8 @@ from grpc_status import rpc_status
 
 from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.wire.codec import Payload
-from fleetdistill.wire.codes import Code
+from fleetdistill.wire.codes import Code, rich_status
 from fleetdistill.wire.payload import chunks
-from fleetdistill.wire.status import rich_status
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_lab.conformance.received import ReceivedAnswer
 from fleetdistill_lab.conformance.report import Report

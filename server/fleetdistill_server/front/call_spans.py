@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetdistill.errors import RefusedError
-from fleetdistill.traceparent import KEY, Place, place_in
+from fleetdistill.spans import KEY, Place, place_in
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.store.traced import created_at

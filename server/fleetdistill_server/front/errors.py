@@ -11,8 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from fleetdistill.errors import FleetDistillError, NoSpaceError, RefusedError, StoreUnavailableError
-from fleetdistill.wire.codes import MEANINGS, Code
-from fleetdistill.wire.status import DETAILS, rich_status
+from fleetdistill.wire.codes import DETAILS, MEANINGS, Code, rich_status
 from fleetdistill_server.logs import Interruption
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from fleetdistill.wire.status import DETAILS
+from fleetdistill.wire.codes import DETAILS
 from fleetdistill_server.store.meter import Meter
 
 _OK, _BROKEN = "ok", "broken"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 
-from fleetdistill.traceparent import Place
+from fleetdistill.spans import Place
 
 _SPAN_BYTES, _TRACE_BYTES = 8, 16
 

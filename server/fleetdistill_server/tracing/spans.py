@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill.traceparent import Place
+from fleetdistill.spans import Place
 from fleetdistill_server.tracing.export import close, make_provider
 from fleetdistill_server.tracing.ids import RoundIds
 

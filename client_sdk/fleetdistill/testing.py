@@ -1,19 +1,44 @@
-"""A link that forwards calls to another link, with scripted faults."""
+"""Helpers for tests of an app with a `Device`: scripted network faults, a manual clock, and an event log.
+
+    clock, events = ManualClock(), EventLog()
+    link = FaultyLink(server.link(), lost("upload"), refused("next_ask", "too-many"))
+    with Device(server=link, runtime=Runtime(clock=clock), on_event=events.append, ...) as device:
+        device.run()
+
+`fleetdistill_server.testing.MemoryServer` is an in-process server for such a link; it requires the extra `server`. The
+SDK does not import this package.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TypeVar
 
+from fleetdistill.device.events import Event
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError
 from fleetdistill.link.base import Link
 from fleetdistill.names import unknown_name
-from fleetdistill.testing.clock import ManualClock
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, tensor_pb2
+
+__all__ = [
+    "EventLog",
+    "Fault",
+    "FaultyLink",
+    "ManualClock",
+    "cut",
+    "late",
+    "lost",
+    "lost_reply",
+    "oversized",
+    "refused",
+    "revoked",
+]
 
 T = TypeVar("T")
 
@@ -21,6 +46,69 @@ CALLS = ("check_in", "next_ask", "heartbeat", "leave", "decline", "upload_status
 """Names of the calls that can fail."""
 _WITH_CHUNKS = ("upload", "download")
 _OVERSIZED_BYTES = 1 << 40
+
+
+class ManualClock:
+    """Clock whose waits return immediately and advance the time: `Device(runtime=Runtime(clock=ManualClock()))`.
+
+    Pass the same clock to `fleetdistill_server.testing.MemoryServer`, so that the device's waits also
+    advance the server's deadlines.
+
+    Args:
+        now: Initial time in seconds.
+        time: Initial time of day, in seconds since 1970-01-01 UTC. Default: 2026-01-01 12:00 in local time.
+
+    Attributes:
+        waits: Durations of all waits so far, in seconds.
+    """
+
+    def __init__(self, now: float = 0.0, time: float | None = None) -> None:
+        self._now = now
+        self._offset = (datetime(2026, 1, 1, 12).timestamp() if time is None else time) - now
+        self.waits: list[float] = []
+
+    def now(self) -> float:
+        """Returns the current time in seconds."""
+        return self._now
+
+    def time(self) -> float:
+        """Returns the current time of day, in seconds since 1970-01-01 UTC."""
+        return self._offset + self._now
+
+    def advance(self, seconds: float) -> None:
+        """Advances the time. Raises ValueError if `seconds` is negative."""
+        if seconds < 0:
+            raise ValueError(f"seconds is {seconds}, must be at least 0")
+        self._now += seconds
+
+    def advance_to(self, now: float) -> None:
+        """Advances the time to `now` seconds. Raises ValueError if it is later already."""
+        if now < self._now:
+            raise ValueError(f"now is {now}, must be at least {self._now}")
+        self._now = now
+
+    def wait(self, event: threading.Event, seconds: float) -> None:
+        """Advances the time by `seconds` unless the event is set; returns immediately."""
+        if not event.is_set():
+            self.waits.append(seconds)
+            self.advance(max(seconds, 0.0))
+
+
+class EventLog(list[Event]):
+    """List of events: `Device(on_event=log.append)`."""
+
+    def kinds(self) -> list[str]:
+        """Returns the kinds of all events, in order, without `progress`: its number depends on the machine's speed."""
+        return [event.kind for event in self if event.kind != "progress"]
+
+    def of(self, kind: str) -> Event:
+        """Returns the only event of a kind. Raises ValueError if there is not exactly one."""
+        result = [event for event in self if event.kind == kind]
+        if len(result) != 1:
+            raise ValueError(
+                f"the log has {len(result)} events of kind {kind!r}, expected 1; its kinds are {self.kinds()}"
+            )
+        return result[0]
 
 
 @dataclass(frozen=True)
