@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.operations.local_calls import local_user
+from fleetdistill_server.intake.operator_log import local_user
 from fleetdistill_server.service import serve_lock
 
 RUN = """

@@ -25,7 +25,7 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.service.registration import register
-from fleetdistill_server.service.run_endings import delete
+from fleetdistill_server.service.run_changes import delete
 from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.store import Store
 

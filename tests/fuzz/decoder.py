@@ -11,7 +11,7 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(
-    include=["fleetdistill.wire", "fleetdistill_server.intake.ingest", "fleetdistill_server.intake.ingest_rules"]
+    include=["fleetdistill.wire", "fleetdistill_server.intake.ingest", "fleetdistill_server.intake.ingest"]
 ):
     from fleetdistill.wire import payload as wire
     from fleetdistill_server.intake import ingest

@@ -23,8 +23,7 @@ from fleetdistill import COLUMNS
 from fleetdistill.models import build_model
 from fleetdistill_console.metrics.catalogue import CATALOGUE
 from fleetdistill_console.metrics.engine import PHASES
-from fleetdistill_server.security.tokens import create_tokens
-from fleetdistill_server.service.enrol_port import load_enrol_port
+from fleetdistill_server.security.tokens import create_tokens, load_enrol_port
 from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow

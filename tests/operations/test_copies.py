@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 from fleetdistill.errors import ConfigurationError, LinkError, StoreError
 from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.operations.client import OperatorClient
-from fleetdistill_server.operations.receiving import receive_backup
+from fleetdistill_server.operations.client import OperatorClient, receive_backup
 from fleetdistill_server.operations.source import LocalStore
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from fleetdistill.link.credentials import Credentials
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.config.section import as_toml
-from fleetdistill_server.operations.local_calls import local_call
+from fleetdistill_server.intake.operator_log import local_call
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.creation import NewRun, create_checked
 from fleetdistill_server.store.store import Store

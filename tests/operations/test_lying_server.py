@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from fleetdistill.link.credentials import split
 from fleetdistill.wire.v1 import operations_pb2 as words
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.operations import client, receiving
+from fleetdistill_server.operations import client
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import SERVER
@@ -215,7 +215,7 @@ def test_a_model_that_is_none_leaves_nothing(liar: LyingServer, tmp_path: Path, 
 def test_a_model_in_small_parts_has_a_bound_too(
     liar: LyingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiving, "MAX_MODEL_BYTES", 3)
+    monkeypatch.setattr(client, "MAX_MODEL_BYTES", 3)
     rest = words.FilePart(report='{"bytes": 4, "max_difference": 0}')
     liar.replies["ExportModel"] = files(MODEL, *[words.FilePart(data=b"x")] * 3, rest)
     assert "sent more than 3 bytes" in liar.said("export", "r", "--out", str(tmp_path / "m.onnx"))

@@ -22,12 +22,11 @@ from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.engine import engine, process
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.service import engine_process, run_changes
-from fleetdistill_server.service.engine_slots import Slot
+from fleetdistill_server.service.engine_process import MAX_FAILURES, MAX_KILLS, Restarts, Slot
 from fleetdistill_server.service.process_state import ProcessState
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE, EXIT_STORE_AWAY
 from fleetdistill_server.service.reconciliation import Reconciliation
 from fleetdistill_server.service.registration import register, serve_run
-from fleetdistill_server.service.restarts import MAX_FAILURES, MAX_KILLS, Restarts
 from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.states import RunStatus

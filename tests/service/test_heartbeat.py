@@ -25,11 +25,9 @@ from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.event_kinds import ENGINE_FAILED
-from fleetdistill_server.service import engine_health, engine_process, front_process, serve_lock
+from fleetdistill_server.service import engine_process, front_process, serve_lock
 from fleetdistill_server.service.engine_files import engine_directory
-from fleetdistill_server.service.engine_health import EngineHealth
-from fleetdistill_server.service.engine_process import EngineProcess
-from fleetdistill_server.service.engine_slots import Slot
+from fleetdistill_server.service.engine_process import EngineProcess, Slot
 from fleetdistill_server.service.front_process import FrontProcess
 from fleetdistill_server.service.heartbeat import FILE, FRONT_FILE, HeartbeatMonitor, clear_heartbeat, start_heartbeat
 from fleetdistill_server.service.process_state import ENGINE as ENGINE_PROCESS
@@ -40,7 +38,7 @@ from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
-from fleetdistill_server.views.health import problems
+from fleetdistill_server.views.health import EngineHealth, problems
 from fleetdistill_server.views.server import server as server_view
 
 
@@ -343,7 +341,7 @@ def test_one_hung_engine_is_seen_though_the_others_listen(tmp_path: Path, monkey
     with serve_lock.take(tmp_path, "", 2):
         assert health.problems() == [], "engines that start"
         assert look("a", "b")
-        monkeypatch.setattr(engine_health, "SILENT_SECONDS", 1e-9)
+        monkeypatch.setattr("fleetdistill_server.views.health.SILENT_SECONDS", 1e-9)
         assert look("a", "b")
         assert not look("a")
         assert look("a", "b")
@@ -355,7 +353,7 @@ def test_an_engine_that_starts_may_be_silent_for_longer(tmp_path: Path, monkeypa
     store.runs.begin(RUN, {})
     store.run_control.set_setup(RUN, {})
     store.run_control.activate(RUN)
-    monkeypatch.setattr(engine_health, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("fleetdistill_server.views.health.SILENT_SECONDS", 0.0)
     with serve_lock.take(tmp_path, "", 1):
         assert EngineHealth(tmp_path, store).problems() == [], "it has not sent any heartbeat yet"
         engine_directory(tmp_path, RUN).mkdir(parents=True)

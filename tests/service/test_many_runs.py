@@ -21,11 +21,11 @@ from support.serving import ENGINE, FRONT, call, serve, write_config
 
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
-from fleetdistill_server.service import engine_process, engine_slots, run_changes, serve_lock
-from fleetdistill_server.service.engine_slots import Slot, engines_at_once, make_slots, visible_gpus
+from fleetdistill_server.service import engine_process, run_changes, serve_lock
+from fleetdistill_server.service.engine_process import Slot, engines_at_once, make_slots, visible_gpus
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION
 from fleetdistill_server.service.reconciliation import Reconciliation
-from fleetdistill_server.service.run_endings import delete
+from fleetdistill_server.service.run_changes import delete
 from fleetdistill_server.service.served import served
 from fleetdistill_server.service.wakeups import Ends, make_ends
 from fleetdistill_server.store.run_control import WAIT_SECONDS
@@ -303,7 +303,7 @@ def test_without_a_gpu_there_is_one_for_two_cores(
     cores: int | None, engines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(engine_slots.os, "cpu_count", lambda: cores)  # type: ignore[attr-defined]
+    monkeypatch.setattr(engine_process.os, "cpu_count", lambda: cores)  # type: ignore[attr-defined]
     assert engines_at_once(0) == engines
 
 

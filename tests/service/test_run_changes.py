@@ -15,12 +15,11 @@ from fleetdistill.wire.payload import ELEMENT_TYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.operations.local_calls import local_user
+from fleetdistill_server.intake.operator_log import local_user
 from fleetdistill_server.operations.source import LocalStore
-from fleetdistill_server.service import call_log, run_changes
-from fleetdistill_server.service.call_log import CallLog
-from fleetdistill_server.service.run_changes import RunState
-from fleetdistill_server.service.run_endings import delete
+from fleetdistill_server.service import run_changes, supervisor
+from fleetdistill_server.service.run_changes import RunState, delete
+from fleetdistill_server.service.supervisor import CallLog
 from fleetdistill_server.store.operator_calls import LOCAL, Call
 from fleetdistill_server.store.records import Ask, Run
 from fleetdistill_server.store.states import RunStatus
@@ -336,7 +335,7 @@ def test_paths_of_a_stored_run_do_not_depend_on_the_folder(tmp_path: Path, monke
 def test_the_servers_log_has_each_call_once_wherever_it_was_made(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call_log, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.0)
     caplog.set_level("INFO", "fleetdistill.server.operators")
     store = Store.open(tmp_path)
     store.operator_calls.add(Call(LOCAL, "root", "ChangeRun", {"run": "old"}), "done")

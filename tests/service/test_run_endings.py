@@ -29,8 +29,7 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register
-from fleetdistill_server.service.run_changes import change
-from fleetdistill_server.service.run_endings import delete, roll_back
+from fleetdistill_server.service.run_changes import change, delete, roll_back
 from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.store.records import Ask, Run
 from fleetdistill_server.store.rollback import RolledBack

@@ -20,7 +20,7 @@ from fleetdistill.errors import FleetDistillError, LinkError, RefusedError, RunE
 from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import load_run_config
-from fleetdistill_server.service import restarts
+from fleetdistill_server.service import engine_process
 from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.store import Store
@@ -180,7 +180,7 @@ def test_engine_failing_at_same_point_is_given_up_until_mended(tmp_path: Path, m
     (tmp_path / "broken_predictor.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.syspath_prepend(tmp_path)  # the supervisor hands its own path on
-    monkeypatch.setattr(restarts, "MAX_FAILURES", 3)
+    monkeypatch.setattr(engine_process, "MAX_FAILURES", 3)
     path = write_config(tmp_path, model_server="broken_predictor:make")
     log = tmp_path / "server.log"
     supervisor = Supervisor(load_run_config(path), log=log)

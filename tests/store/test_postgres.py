@@ -15,7 +15,7 @@ from support.processes import PATIENCE_SECONDS, wait_until
 
 from fleetdistill.errors import ConfigurationError, StoreError, StoreUnavailableError
 from fleetdistill_server.config.server_config import load_server_config
-from fleetdistill_server.front.revocations import open_revocations
+from fleetdistill_server.front.guard import open_revocations
 from fleetdistill_server.store.backup import backup
 from fleetdistill_server.store.location import Location, read_location, set_location
 from fleetdistill_server.store.store import Store, open_for_reading, open_for_trial

@@ -29,9 +29,9 @@ from fleetdistill_server.cli.app import app
 from fleetdistill_server.engine.engine import Engine, reason_not_usable
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
+from fleetdistill_server.intake.operator_log import local_user
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.fedavg import FedAvgServer
-from fleetdistill_server.operations.local_calls import local_user
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.backup import backup
 from fleetdistill_server.store.location import Location, set_location

@@ -13,11 +13,10 @@ from fleetdistill_console.dashboard.panels.server import sentence, tiles
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.service import run_changes, serve_lock
-from fleetdistill_server.service.engine_health import EngineHealth
 from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessFile, ProcessState
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views.health import problems
+from fleetdistill_server.views.health import EngineHealth, problems
 from fleetdistill_server.views.server import server
 
 

@@ -12,7 +12,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.security.revocation import revoke_device
 from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views.progress import round_progress
+from fleetdistill_server.views.fleet import round_progress
 
 RUN = "r"
 

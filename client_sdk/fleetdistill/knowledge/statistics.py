@@ -1,4 +1,4 @@
-"""Kinds of parts about classes: statistics from a device, and the class space that the server makes from them."""
+"""Kinds of parts about classes: statistics or noisy sums from a device, and the server's class space."""
 
 from __future__ import annotations
 

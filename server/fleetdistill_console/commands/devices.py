@@ -17,8 +17,8 @@ from fleetdistill_server.cli.options import (
     report_errors,
 )
 from fleetdistill_server.cli.pki import warn_without_server
+from fleetdistill_server.intake.operator_log import local_call, local_log
 from fleetdistill_server.operations.client import connect, open_source
-from fleetdistill_server.operations.local_calls import local_call, local_log
 from fleetdistill_server.operations.source import LocalStore, open_store
 from fleetdistill_server.service.serve_lock import is_served
 from fleetdistill_server.store.operator_calls import Outcome

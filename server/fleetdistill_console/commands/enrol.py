@@ -23,14 +23,13 @@ from fleetdistill_server.cli.options import (
     report_errors,
 )
 from fleetdistill_server.cli.pki import DEFAULT_PKI, PkiOption
+from fleetdistill_server.intake.operator_log import local_call, local_log
 from fleetdistill_server.operations.client import connect
-from fleetdistill_server.operations.local_calls import local_call, local_log
 from fleetdistill_server.operations.source import create_logged_tokens, open_store
 from fleetdistill_server.security.pki import (
     Authority,
 )
-from fleetdistill_server.security.tokens import state_of
-from fleetdistill_server.service.enrol_port import enrol_port_for_tokens
+from fleetdistill_server.security.tokens import enrol_port_for_tokens, state_of
 from fleetdistill_server.store.operator_calls import Outcome
 from fleetdistill_server.store.records import Token
 from fleetdistill_server.store.store import Store

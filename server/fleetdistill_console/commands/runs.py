@@ -23,8 +23,8 @@ from fleetdistill_server.cli.options import (
     parse_duration,
     report_errors,
 )
+from fleetdistill_server.intake.operator_log import local_call, local_log
 from fleetdistill_server.operations.client import open_source
-from fleetdistill_server.operations.local_calls import local_call, local_log
 from fleetdistill_server.operations.source import Source, open_store
 from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.operator_calls import Outcome

@@ -18,8 +18,8 @@ from fleetdistill_server.cli.options import (
     StoreOption,
     report_errors,
 )
+from fleetdistill_server.intake.operator_log import local_call
 from fleetdistill_server.operations.client import connect
-from fleetdistill_server.operations.local_calls import local_call
 from fleetdistill_server.operations.source import LocalStore, open_store
 from fleetdistill_server.security.certificates import Role, check_hosts
 from fleetdistill_server.security.pki import (
@@ -30,7 +30,7 @@ from fleetdistill_server.security.pki import (
     make_authority,
     rotate_authority,
 )
-from fleetdistill_server.security.shut_out import check_rotation, is_last_operator, shut_out
+from fleetdistill_server.security.revocation import check_rotation, is_last_operator, shut_out
 from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.operator_calls import Outcome

@@ -23,7 +23,7 @@ from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.config.server_config import ServerSection, load_server_config
 from fleetdistill_server.extras import require
 from fleetdistill_server.front.tls import check_files
-from fleetdistill_server.service.engine_slots import engines_at_once
+from fleetdistill_server.service.engine_process import engines_at_once
 from fleetdistill_server.service.processes import child_environment
 from fleetdistill_server.service.registration import is_prepared, register
 from fleetdistill_server.service.serve_lock import SERVED_FILE, is_served
@@ -31,7 +31,7 @@ from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.location import Location, has_store
 from fleetdistill_server.store.store import Store, open_for_trial
 from fleetdistill_server.texts import counted, readable_bytes
-from fleetdistill_server.tracing.export import check_traces
+from fleetdistill_server.tracing.spans import check_traces
 from fleetdistill_server.views.runs import UNTIL_STOPPED
 
 _LOOK_SECONDS = 0.1

@@ -24,9 +24,8 @@ from fleetdistill.names import NAME
 from fleetdistill_server.config import server_config
 from fleetdistill_server.config.engine_config import EngineSection
 from fleetdistill_server.config.limits import Limits
-from fleetdistill_server.config.section import Section, Settings, read_toml
+from fleetdistill_server.config.section import Section, Settings, read_toml, sentences
 from fleetdistill_server.config.server_config import ServerSection
-from fleetdistill_server.config.setting_errors import sentences
 
 __all__ = ["ContractSection", "RunConfig", "check_settings", "load_run_config", "run_config"]
 

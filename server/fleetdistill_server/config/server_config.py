@@ -1,10 +1,11 @@
-"""The sections of run.toml that the front uses: `[server]` and `[limits]`.
+"""The sections of run.toml that the front uses, `[server]` and `[limits]`, and the TLS that they describe.
 
 This module must not import `fleetdistill_server.methods`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import parse_qs, urlsplit
@@ -13,13 +14,28 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.config.limits import Limits
-from fleetdistill_server.config.section import Section, read_toml
-from fleetdistill_server.config.setting_errors import sentences
-from fleetdistill_server.config.tls import ENROL_PORT, Tls
+from fleetdistill_server.config.section import Section, read_toml, sentences
 
 __all__ = ["ServerSection"]
 
+ENROL_PORT = 50052
+"""Default port for enrolment."""
 _LAST_PORT = 65_535
+
+
+@dataclass(frozen=True)
+class Tls:
+    """TLS of a front.
+
+    Attributes:
+        directory: Directory of the PKI.
+        enrol_listen: `host:port` of the enrolment port.
+        certificate_days: Lifetime of a device's certificate in days.
+    """
+
+    directory: Path
+    enrol_listen: str
+    certificate_days: float
 
 
 def _host_and_port(address: str) -> str:

@@ -23,15 +23,8 @@ from google.protobuf.message import Message
 from fleetdistill.errors import ConfigurationError, FleetDistillError, RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
-from fleetdistill_server.front import run_calls
+from fleetdistill_server.front import operator_jobs
 from fleetdistill_server.front.errors import abort, in_pool
-from fleetdistill_server.front.file_streams import (
-    delete_remains,
-    folder_in,
-    make_backup,
-    make_export,
-    parts_of_files,
-)
 from fleetdistill_server.front.guard import holder_in
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.operator_log import OperatorLog
@@ -84,7 +77,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         self._store, self._log = api.store, log
         self._copying = asyncio.Lock()
         self._copies = ThreadPoolExecutor(1)  # a backup verifies all payloads, which can take minutes
-        delete_remains(directory)
+        operator_jobs.delete_remains(directory)
         self._directory = directory
         self._pool = pool
         self._pki = pki
@@ -148,7 +141,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         self, request: operations_pb2.ExportModelRequest, context: Any
     ) -> AsyncIterator[operations_pb2.FilePart]:
         with _ending() as ended:
-            make = partial(make_export, self._directory, request.run, ended)
+            make = partial(operator_jobs.make_export, self._directory, request.run, ended)
             files = self._files(context, call_of(context, "ExportModel", request), make)
             async with contextlib.aclosing(files) as parts:
                 async for part in parts:
@@ -157,7 +150,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     async def BackUp(
         self, request: operations_pb2.BackUpRequest, context: Any
     ) -> AsyncIterator[operations_pb2.FilePart]:
-        make = partial(make_backup, self._directory)
+        make = partial(operator_jobs.make_backup, self._directory)
         async with contextlib.aclosing(self._files(context, call_of(context, "BackUp", request), make)) as parts:
             async for part in parts:
                 yield part
@@ -169,10 +162,12 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
             await abort(context, RefusedError(Code.NOT_READY, text))
         with contextlib.ExitStack() as ends:
             async with self._copying:  # not while the caller reads, who may take its time
-                folder = await in_pool(self._copies, context, lambda: ends.enter_context(folder_in(self._directory)))
+                folder = await in_pool(
+                    self._copies, context, lambda: ends.enter_context(operator_jobs.folder_in(self._directory))
+                )
                 work = partial(self._log.around, call, partial(make, folder), _copy)
                 made = await in_pool(self._copies, context, work)
-            parts = parts_of_files(folder, *made)
+            parts = operator_jobs.parts_of_files(folder, *made)
             while (part := await in_pool(self._copies, context, partial(next, parts, None))) is not None:
                 yield part
 
@@ -181,7 +176,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     ) -> operations_pb2.CreateRunResponse:
         call = call_of(context, "CreateRun", request)
         with _ending() as ended:  # a process of its own stores the call with the run, and ends with the call
-            create = partial(run_calls.create, self._directory, self._data_directories, request, call, ended)
+            create = partial(operator_jobs.create, self._directory, self._data_directories, request, call, ended)
             work = partial(self._log.unless_failed, call, create)
             state = await in_pool(self._creations, context, work)
         return operations_pb2.CreateRunResponse(run=_message_of(state))
@@ -190,7 +185,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         self, request: operations_pb2.ChangeRunRequest, context: Any
     ) -> operations_pb2.ChangeRunResponse:
         call = call_of(context, "ChangeRun", request)
-        change = partial(run_calls.change, request=request, who=call.who)
+        change = partial(operator_jobs.change, request=request, who=call.who)
         work = partial(self._log.commit, call, change, lambda state: Outcome(text=state.sentence))
         return operations_pb2.ChangeRunResponse(run=_message_of(await in_pool(self._pool, context, work)))
 
@@ -198,7 +193,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         self, request: operations_pb2.DeleteRunRequest, context: Any
     ) -> operations_pb2.DeleteRunResponse:
         call = call_of(context, "DeleteRun", request)
-        delete = partial(run_calls.delete, self._directory, request.run)
+        delete = partial(operator_jobs.delete, self._directory, request.run)
         work = partial(self._log.around, call, delete, lambda gone: Outcome(text=deleted(request.run, gone)))
         gone = await in_pool(self._pool, context, work)
         if gone is None:
@@ -219,7 +214,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     ) -> operations_pb2.RollBackRunResponse:
         call = call_of(context, "RollBackRun", request)
         run, to = request.run, request.to
-        roll_back = partial(run_calls.roll_back, self._directory, run, to, call.who)
+        roll_back = partial(operator_jobs.roll_back, self._directory, run, to, call.who)
         work = partial(self._log.around, call, roll_back, lambda done: Outcome(text=rolled_back(run, to, done)))
         done = await in_pool(self._pool, context, work)
         return operations_pb2.RollBackRunResponse(completed_rounds=done.completed_rounds, undone_rounds=done.undone)

@@ -14,7 +14,7 @@ from fleetdistill_server.front.tls import Ports
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION, allow_open_files, end_with_parent
 from fleetdistill_server.service.wakeups import Ends
-from fleetdistill_server.tracing.export import check_traces
+from fleetdistill_server.tracing.spans import check_traces
 
 logger = logging.getLogger("fleetdistill.server.front")
 

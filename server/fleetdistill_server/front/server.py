@@ -37,7 +37,6 @@ from fleetdistill_server.front.tls import Ports, add_services, listen_on
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.logs import Interruption
 from fleetdistill_server.security.certificates import Role
-from fleetdistill_server.service.engine_health import EngineHealth
 from fleetdistill_server.service.heartbeat import BEAT_SECONDS, FRONT_FILE, beat
 from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN
 from fleetdistill_server.service.serve_lock import serving
@@ -49,6 +48,7 @@ from fleetdistill_server.store.retention import SWEEP_SECONDS, sweep_directory
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import HEALTH_PROBLEM, shorten
 from fleetdistill_server.tracing.spans import open_spans
+from fleetdistill_server.views.health import EngineHealth
 
 logger = logging.getLogger("fleetdistill.server.front")
 
@@ -175,7 +175,7 @@ def _measure(meter: Meter | None) -> list[Any]:
     """Returns the interceptors that measure calls, which must come first; none without metrics."""
     if meter is None:
         return []
-    from fleetdistill_server.front.measuring import MeasuredCalls
+    from fleetdistill_server.front.interceptors import MeasuredCalls
 
     return [MeasuredCalls(meter)]
 

@@ -1,30 +1,78 @@
-"""TLS of the front. Certificates are reloaded when their files change, so rotation needs no restart.
+"""TLS of the front, and the service for enrolment.
 
-gRPC calls `before_handshake` for every new connection. Open connections are not affected.
+Certificates are reloaded when their files change, so rotation needs no restart. gRPC calls `before_handshake` for
+every new connection. Open connections are not affected.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from fleetdistill.errors import ConfigurationError, StoreError
+from fleetdistill.errors import ConfigurationError, RefusedError, StoreError
 from fleetdistill.link.credentials import AUTHORITIES, split
-from fleetdistill_server.config.server_config import ServerSection
-from fleetdistill_server.config.tls import Tls
-from fleetdistill_server.front.guard import Guard
+from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
+from fleetdistill_server.config.server_config import ServerSection, Tls
+from fleetdistill_server.front.errors import abort, ended, in_pool
+from fleetdistill_server.front.guard import Guard, holder_in
 from fleetdistill_server.front.strangers import Strangers
 from fleetdistill_server.intake.device_api import DeviceApi
+from fleetdistill_server.intake.limiter import Limiter
 from fleetdistill_server.security.pki import SERVER, Authority
-from fleetdistill_server.security.tokens import EnrolmentApi
-from fleetdistill_server.service.enrol_port import save_enrol_port
+from fleetdistill_server.security.tokens import EnrolmentApi, save_enrol_port
+from fleetdistill_server.store.group_commit import Commit
+from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.tls")
+
+
+class EnrolmentService(enrolment_pb2_grpc.EnrolmentServiceServicer):
+    """Issues and renews certificates for devices. `security/roles.py` defines who may call it."""
+
+    def __init__(
+        self, api: EnrolmentApi, store: Store, commit: Commit, pool: ThreadPoolExecutor, limiter: Limiter
+    ) -> None:
+        self._api = api
+        self._store = store
+        self._commit = commit
+        self._pool = pool
+        self._limiter = limiter
+
+    async def Enrol(self, request: enrolment_pb2.EnrolRequest, context: Any) -> enrolment_pb2.EnrolResponse:
+        try:
+            place = self._limiter.begin_enrolment()
+        except RefusedError as refusal:
+            await abort(context, refusal)
+        work = self._pool.submit(self._enrol, request)
+        work.add_done_callback(
+            lambda _: place.release()
+        )  # a cancelled call does not stop the work, so its share stays reserved
+        return await ended(context, asyncio.wrap_future(work))
+
+    async def Renew(self, request: enrolment_pb2.RenewRequest, context: Any) -> enrolment_pb2.RenewResponse:
+        holder = holder_in(context)
+        assert holder is not None  # the guard admits only callers with a certificate
+        return await in_pool(self._pool, context, partial(self._renew, request, holder))
+
+    def _enrol(self, request: enrolment_pb2.EnrolRequest) -> enrolment_pb2.EnrolResponse:
+        self._api.check_token(self._store, request.secret)
+        given = (request.secret, request.device, request.signing_request)
+        certificate = self._commit(lambda store: self._api.enrol(store, *given))
+        return enrolment_pb2.EnrolResponse(certificate=certificate, authorities=self._authorities())
+
+    def _renew(self, request: enrolment_pb2.RenewRequest, holder: Any) -> enrolment_pb2.RenewResponse:
+        certificate = self._commit(lambda store: self._api.renew(store, holder, request.signing_request))
+        return enrolment_pb2.RenewResponse(certificate=certificate, authorities=self._authorities())
+
+    def _authorities(self) -> bytes:
+        return (self._api.directory / AUTHORITIES).read_bytes()
 
 
 @dataclass(frozen=True)
@@ -61,8 +109,7 @@ def add_services(
     guard: Guard,
 ) -> None:
     """Adds the services that require TLS, enrolment and operations."""
-    from fleetdistill.wire.v1 import enrolment_pb2_grpc, operations_pb2_grpc
-    from fleetdistill_server.front.enrolment_service import EnrolmentService
+    from fleetdistill.wire.v1 import operations_pb2_grpc
     from fleetdistill_server.front.operations_service import (  # imports rich, which plain text does not need
         OperationsService,
         store_refusals,

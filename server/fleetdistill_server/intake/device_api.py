@@ -18,9 +18,8 @@ from fleetdistill.wire.digests import has_blake3
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.event_kinds import LARGE_DEVICE
-from fleetdistill_server.intake.admission import check_profile
+from fleetdistill_server.intake.admission import check_profile, fitting_run
 from fleetdistill_server.intake.ask_times import SENT, AskTimes
-from fleetdistill_server.intake.choosing import fitting_run
 from fleetdistill_server.intake.downloads import Downloads
 from fleetdistill_server.intake.limiter import Limiter
 from fleetdistill_server.intake.refusal_log import RefusalLog

@@ -1,29 +1,30 @@
 """Checks everything that a device uploads before the store keeps it, for both links.
 
 The header is checked against the contract and the ask before any data is accepted. Each chunk is then checked against
-its checksum and each value against its rule as it streams in. At the end, ids must be unique and the SHA-256 must
-match. An invalid upload is rejected as a whole, with a code and a message that names device, tensor and row.
+its checksum and each value against its rule, which follows from its part's kind and the contract, as it streams in. At
+the end, ids must be unique and the SHA-256 must match. An invalid upload is rejected as a whole, with a code and a
+message that names device, tensor and row.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
+from fleetdistill import knowledge  # registers the kinds  # noqa: F401
 from fleetdistill.errors import PayloadTooLargeError, RefusedError, WireError
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import unpack
 from fleetdistill.wire.digests import Check
-from fleetdistill.wire.kind import KINDS
-from fleetdistill.wire.payload import DataSource, Slot, elements_of
-from fleetdistill.wire.schema import ROWS
+from fleetdistill.wire.kind import KINDS, Array, kind_of, on_the_wire
+from fleetdistill.wire.payload import DTYPES, DataSource, Slot, elements_of
+from fleetdistill.wire.schema import ROWS, TensorSchema
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 from fleetdistill_server.intake.duplicate_ids import first_repeat
-from fleetdistill_server.intake.ingest_rules import check_data, rules_of
 from fleetdistill_server.store.blobs import Staging
 
 TENSOR = "tensor"
@@ -360,3 +361,58 @@ def _list_names(parts: Mapping[str, str | None]) -> str:
     """Formats the first parts and their kinds for a message, with names cut to 64 characters."""
     listed = ", ".join(f"{name[:64]} ({kind})" for name, kind in sorted(parts.items())[:_MAX_QUOTED]) or "none"
     return listed if len(parts) <= _MAX_QUOTED else f"{listed} and {len(parts) - _MAX_QUOTED} more"
+
+
+def rules_of(
+    part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str] = ()
+) -> dict[str, TensorSchema]:
+    """Returns the schema of each tensor of a part by path.
+
+    Args:
+        part: The uploaded part.
+        contract: The run's contract.
+        wanted: Paths of the feature columns that the ask expects; empty for all columns of the contract.
+
+    Raises:
+        RefusedError: A tensor that the contract requires is missing, or another field does not fit.
+    """
+    kind = kind_of(part)
+    tensors = on_the_wire(kind, kind.expected(part, contract, wanted), DTYPES[contract.knowledge_type])
+    return {f"{part.name}/{path}": rule for path, rule in tensors.items()}
+
+
+def check_data(
+    part: knowledge_pb2.Part,
+    contract: contract_pb2.Contract,
+    slots: Mapping[str, Slot],
+    source: DataSource,
+    samples: int | None,
+) -> None:
+    """Runs the checks of a part that involve several tensors.
+
+    Args:
+        part: The uploaded part.
+        contract: The run's contract.
+        slots: The payload's tensors by path.
+        source: The tensors' data.
+        samples: Number of samples that the device declared; None if it declared none.
+
+    Raises:
+        RefusedError: The tensors do not fit each other or the contract.
+    """
+    kind_of(part).check_data(part, contract, _StagedData(part.name, slots, source), samples)
+
+
+class _StagedData:
+    """Implements `fleetdistill.wire.kind.PartData` on top of staged data."""
+
+    def __init__(self, part: str, slots: Mapping[str, Slot], source: DataSource) -> None:
+        self._part = part
+        self._slots = slots
+        self._source = source
+
+    def __contains__(self, name: str) -> bool:
+        return f"{self._part}/{name}" in self._slots
+
+    def array(self, name: str) -> Array:
+        return wire.array_of(self._slots[f"{self._part}/{name}"], self._source)

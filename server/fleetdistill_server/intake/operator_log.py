@@ -1,17 +1,21 @@
-"""Stores the calls of operators: changes with their outcome, and failed ones."""
+"""Stores the calls of operators, here and from elsewhere: changes with their outcome, and failed ones."""
 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import logging
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from fleetdistill.errors import FleetDistillError, NoSpaceError, RefusedError, StoreError, StoreUnavailableError
+from fleetdistill_server.intake.device_api import DirectCommit
 from fleetdistill_server.intake.limiter import Allowance
 from fleetdistill_server.store.group_commit import Commit
-from fleetdistill_server.store.operator_calls import Call, Outcome
+from fleetdistill_server.store.operator_calls import LOCAL, Call, Outcome
 from fleetdistill_server.store.store import Store
+
+__all__ = ["local_call", "local_log"]
 
 T = TypeVar("T")
 logger = logging.getLogger("fleetdistill.server.operators")
@@ -87,3 +91,21 @@ def _log() -> Iterator[None]:
         yield
     except StoreError as error:
         logger.error("a failed call could not be stored: %s", error)
+
+
+def local_log(store: Store) -> OperatorLog:
+    """Returns the log of operators' calls of a store that this process has opened."""
+    return OperatorLog(DirectCommit(store))
+
+
+def local_call(call: str, arguments: Mapping[str, Any]) -> Call:
+    """Returns a call that this process makes."""
+    return Call(LOCAL, local_user(), call, arguments, LOCAL)
+
+
+def local_user() -> str:
+    """Returns the name of the user who runs this process; `unknown` if the system has none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"

@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError
-from fleetdistill_server.intake.operator_log import OperatorLog
-from fleetdistill_server.operations.local_calls import local_call, local_log, local_user
+from fleetdistill_server.intake.operator_log import OperatorLog, local_call, local_log, local_user
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import revoke_device, revoke_person
-from fleetdistill_server.security.tokens import create_tokens
+from fleetdistill_server.security.tokens import create_tokens, enrol_port_for_tokens
 from fleetdistill_server.service.creation import NewRun, create_checked
-from fleetdistill_server.service.enrol_port import enrol_port_for_tokens
-from fleetdistill_server.service.run_changes import RunState, change
-from fleetdistill_server.service.run_endings import delete, roll_back
+from fleetdistill_server.service.run_changes import RunState, change, delete, roll_back
 from fleetdistill_server.store.backup import BackedUp, backup
 from fleetdistill_server.store.location import SQLITE, has_store
 from fleetdistill_server.store.operator_calls import LOCAL, Outcome

@@ -1,13 +1,27 @@
-"""Revokes devices and people. A revoked device no longer takes part in any run."""
+"""Who loses access: devices and people whom an operator revokes, and who else is shut out at the end of a CA rotation.
+
+A revoked device no longer takes part in any run.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.link.credentials import IDENTITY, split
 from fleetdistill.names import NAME_RULE, is_name
-from fleetdistill_server.security.certificates import Role
+from fleetdistill_server.security.certificates import Holder, Role, holder_of
+from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.store.store import Store
 
 _MAX_REASON = 512
+_LISTED = 50
 
 
 def revoke_person(store: Store, role: str, name: str, reason: str) -> bool:
@@ -44,4 +58,93 @@ def revoke_device(store: Store, device: str, reason: str) -> bool:
                 store.devices.mark_absent(run, device, "device revoked")
                 text = f"device {device} was revoked: {reason[:_MAX_REASON] or 'no reason given'}"
                 store.history.add_event(run, "revoked", text, device=device)
+    return True
+
+
+@dataclass(frozen=True)
+class ShutOut:
+    """Who has a valid certificate of the old CA and none of the new one.
+
+    Attributes:
+        devices: Ids of devices that have not renewed their certificates.
+        people: Operators and viewers whose identities are in the PKI's directory, as `role name`.
+    """
+
+    devices: list[str]
+    people: list[str]
+
+    @property
+    def names(self) -> list[str]:
+        """Everyone who is shut out."""
+        return [*self.people, *(f"device {device}" for device in self.devices)]
+
+    def lines(self) -> Iterator[str]:
+        """Yields sentences for the operator."""
+        for what, names in (("devices", self.devices), ("people", self.people)):
+            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            listed = f": {', '.join(names[:_LISTED])}{more}" if names else ""
+            yield f"{what} with a certificate of the old CA only, who will be shut out: {len(names) or 'none'}{listed}"
+        yield "people whose identities were written elsewhere with --out are not known here"
+
+
+def check_rotation(pki: Path) -> None:
+    """Raises ConfigurationError if no CA rotation is in progress."""
+    if not Authority(pki).is_rotating:
+        raise ConfigurationError(f"{pki} has only one CA; there is no old CA to remove")
+
+
+def shut_out(pki: Path, store: Store | None) -> ShutOut:
+    """Returns who is shut out at the end of a CA rotation, without those who are revoked or whose certificate expired.
+
+    Args:
+        pki: Directory of the PKI.
+        store: The server's store, which has the devices' certificates; None if there is none.
+    """
+    authority = x509.load_der_x509_certificate(Authority(pki).der)
+    devices = [] if store is None else sorted(_old_devices(store, authority))
+    identities = [
+        (holder, pem)
+        for holder, pem in _identities(pki)
+        if store is None or not store.credentials.is_revoked(*holder.subjects)
+    ]
+    old, new = set[str](), set[str]()
+    for holder, pem in identities:
+        (new if _is_signed(pem, authority) else old).add(f"{holder.role} {holder.name}")
+    return ShutOut(devices, sorted(old - new))
+
+
+def is_last_operator(pki: Path, store: Store, name: str) -> bool:
+    """Returns whether an operator is the only one in the PKI's directory with a valid certificate."""
+    known = {holder.name for holder, _ in _identities(pki) if holder.role is Role.OPERATOR}
+    valid = {item for item in known if not store.credentials.is_revoked(f"{Role.OPERATOR}:{item}", "")}
+    return valid == {name}
+
+
+def _old_devices(store: Store, authority: x509.Certificate) -> Iterator[str]:
+    certificates = store.credentials.newest_certificates()
+    revoked = {revocation.subject for revocation in store.credentials.revocations()}
+    for certificate in certificates:
+        subjects = {f"{Role.DEVICE}:{certificate.device}", f"serial:{certificate.serial}"}
+        is_valid = certificate.expires_at > time.time() and not subjects & revoked
+        if is_valid and not _is_signed(certificate.pem, authority):
+            yield certificate.device
+
+
+def _identities(pki: Path) -> Iterable[tuple[Holder, bytes]]:
+    """Yields the people whose identities are in the PKI's directory, with their valid certificates."""
+    for path in sorted(pki.glob(f"*/{IDENTITY}")):
+        try:
+            pem = split(path.read_bytes())[1]
+        except OSError:
+            continue  # of another user
+        holder = holder_of(pem)
+        if holder is not None and holder.expires_at > time.time():
+            yield holder, pem
+
+
+def _is_signed(pem: bytes, authority: x509.Certificate) -> bool:
+    try:
+        x509.load_pem_x509_certificate(pem).verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
     return True

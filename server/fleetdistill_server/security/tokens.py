@@ -1,4 +1,7 @@
-"""One-time enrolment tokens and the certificates issued for them."""
+"""One-time enrolment tokens, the certificates issued for them, and the port that devices with tokens connect to.
+
+The port is saved in the store's directory for the commands that create tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,17 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import enrolment_pb2
 from fleetdistill_server.security.certificates import Holder, Issued, Role, fingerprint, read_request
 from fleetdistill_server.security.pki import Authority
+from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.records import Certificate, Token
 from fleetdistill_server.store.run_names import no_such_run
 from fleetdistill_server.store.store import Store
 
-__all__ = ["state_of"]
+__all__ = ["enrol_port_for_tokens", "state_of"]
 
 MAX_TOKENS = 10_000
 MAX_SECONDS = 366 * 86_400.0
 _SECRET_BYTES = 32
+_PORT_FILE = "enrol-port"
 
 
 def create_tokens(
@@ -171,3 +176,35 @@ def _check_id(store: Store, device: str, key: ec.EllipticCurvePublicKey) -> None
 
 def _record(issued: Issued, device: str, run: str) -> Certificate:
     return Certificate(device=device, run=run, **asdict(issued))
+
+
+def save_enrol_port(store: Path, port: int) -> None:
+    """Saves the enrolment port of the store's front. Raises StoreError."""
+    fresh = store / f"{_PORT_FILE}.new"
+    with disk_errors(f"saving the enrolment port in {store}"):
+        fresh.write_text(str(port))
+        fresh.replace(store / _PORT_FILE)
+
+
+def load_enrol_port(store: Path) -> int | None:
+    """Returns the last saved enrolment port of a store, or None. Raises StoreError."""
+    path = store / _PORT_FILE
+    with disk_errors(f"reading {path}"):
+        text = path.read_text() if path.exists() else ""
+    return int(text) if text.isdecimal() else None
+
+
+def enrol_port_for_tokens(store: Path) -> int:
+    """Returns the enrolment port that devices with new tokens connect to; they cannot discover it otherwise.
+
+    Raises:
+        ConfigurationError: No server has started with the store yet.
+        StoreError: The port cannot be read.
+    """
+    port = load_enrol_port(store)
+    if port is None:
+        raise ConfigurationError(
+            f"no server has started with the store {store} yet, so the enrolment port for the tokens is unknown; start "
+            "the server first, or set --enrol-port to the port of [server] enrol_listen"
+        )
+    return port

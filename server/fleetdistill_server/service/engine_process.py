@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import re
 import signal
 import time
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,6 @@ from fleetdistill_server.event_kinds import ENGINE_FAILED, ENGINE_RESTARTED
 from fleetdistill_server.logs import about
 from fleetdistill_server.service.child import Child
 from fleetdistill_server.service.engine_files import engine_directory
-from fleetdistill_server.service.engine_slots import Slot
 from fleetdistill_server.service.heartbeat import HeartbeatMonitor, clear_heartbeat
 from fleetdistill_server.service.process_state import ENGINE, ProcessState
 from fleetdistill_server.service.processes import (
@@ -28,12 +31,25 @@ from fleetdistill_server.service.processes import (
     EXIT_STORE_AWAY,
     child_environment,
 )
-from fleetdistill_server.service.restarts import Restarts
 from fleetdistill_server.service.torchrun import Torchrun
+from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import shorten, when
 
+FIRST_SECONDS, MAX_SECONDS = 0.2, 300.0
+"""Pauses before the first and before a late restart; they double in between."""
+MAX_FAILURES = 6
+"""How often an engine may fail in the same way at the same point before its run is stopped."""
+MAX_KILLS = 12
+"""The same for an engine that was killed from outside: the last pauses are then minutes, which outlast a busy machine
+or an operator's mistake. The kernel also kills an engine that lacks memory, at the same point each time."""
+_DOUBLINGS = 16
+"""Upper bound on the exponent; pauses reach `MAX_SECONDS` before it."""
+_VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
+"""What differs between two texts about the same failure, such as addresses and sizes."""
+_GPU_DEVICE = re.compile(r"nvidia\d+")
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 logger = logging.getLogger("fleetdistill.server.supervisor")
 STEADY_SECONDS = 3600.0
 """Seconds without a failure after which earlier failures are forgotten; a run may idle for months."""
@@ -50,6 +66,93 @@ _START_SECONDS = 600.0
 _GRACE_SECONDS = 10.0
 """Seconds for which an engine may still exit by itself after its run has finished."""
 _CONFIG_FILE = "run.toml"
+
+
+class Restarts:
+    """The failures of one run's engine since its last progress.
+
+    Attributes:
+        repeated: How often the last failure has happened.
+    """
+
+    def __init__(self) -> None:
+        self.repeated = 0
+        self._point: object = None
+        self._causes = Counter[str]()
+
+    def forget(self) -> None:
+        """Forgets all failures."""
+        self._causes.clear()
+
+    @property
+    def failures(self) -> int:
+        """Number of failures since the last progress, of any cause."""
+        return self._causes.total()
+
+    def has_progressed(self, point: object) -> bool:
+        """Returns whether a run has come further since the last failure; see `pause_after`."""
+        return point != self._point
+
+    def pause_after(self, cause: str, point: object, *, killed: bool = False) -> float | None:
+        """Records a failure.
+
+        Args:
+            cause: Why the engine failed, in words.
+            point: How far the run has come; any change since the last failure is progress.
+            killed: Whether the engine was killed from outside.
+
+        Returns:
+            Seconds until the engine is started again; None to stop the run, because the engine failed in the same way
+            at the same point `MAX_FAILURES` times, or `MAX_KILLS` times if it was killed.
+        """
+        if self.has_progressed(point):
+            self._point = point
+            self.forget()
+        same = _VARYING.sub("#", cause)
+        self._causes[same] += 1
+        self.repeated = self._causes[same]
+        if self.repeated >= (MAX_KILLS if killed else MAX_FAILURES):
+            return None
+        return float(min(FIRST_SECONDS * 2.0 ** min(self.failures - 1, _DOUBLINGS), MAX_SECONDS))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one engine.
+
+    Attributes:
+        ends: The engine's ends of the wake-up pipes.
+        gpu: The GPU for an engine of one process, as in CUDA_VISIBLE_DEVICES; empty for the default.
+    """
+
+    ends: Ends
+    gpu: str = ""
+
+    def environment(self) -> Mapping[str, str]:
+        """Returns the variables that select the GPU."""
+        return {_VISIBLE: self.gpu} if self.gpu else {}
+
+
+def make_slots(ends: Sequence[Ends]) -> list[Slot]:
+    """Returns one place for each of the ends; the engines share the GPUs equally if there are several of each."""
+    gpus = visible_gpus()
+    if len(ends) == 1 or len(gpus) < 2:
+        return [Slot(end) for end in ends]
+    return [Slot(one, gpus[number % len(gpus)]) for number, one in enumerate(ends)]
+
+
+def engines_at_once(setting: int) -> int:
+    """Returns the number of engines that run at once; for 0 one a GPU, else one for two processors, at least 1."""
+    return setting or len(visible_gpus()) or max(1, (os.cpu_count() or 1) // 2)
+
+
+def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
+    """Returns the NVIDIA GPUs that a process may use, without loading CUDA: their numbers or names."""
+    chosen = os.environ.get(_VISIBLE)
+    if chosen is not None:
+        return [item.strip() for item in chosen.split(",") if item.strip() not in ("", "-1")]
+    result = sorted(int(item.name[6:]) for item in devices.glob("nvidia*") if _GPU_DEVICE.fullmatch(item.name))
+    return [str(number) for number in range(len(result))]
 
 
 class EngineProcess:

@@ -8,6 +8,7 @@ that the store has for its run. The supervisor has no state of its own and can b
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from fleetdistill.device.interrupts import StopRequest
 from fleetdistill.errors import NoSpaceError, RunError, StoreUnavailableError
@@ -22,10 +24,9 @@ from fleetdistill.link.credentials import write_private
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import ServerConfig
-from fleetdistill_server.logs import Interruption
+from fleetdistill_server.logs import Interruption, about
 from fleetdistill_server.service import serve_lock
-from fleetdistill_server.service.call_log import CallLog
-from fleetdistill_server.service.engine_slots import engines_at_once, make_slots
+from fleetdistill_server.service.engine_process import engines_at_once, make_slots
 from fleetdistill_server.service.front_process import FrontProcess
 from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessFile, ProcessState
 from fleetdistill_server.service.processes import check_system, child_environment
@@ -34,6 +35,8 @@ from fleetdistill_server.service.registration import serve_run
 from fleetdistill_server.service.wakeups import make_ends
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.location import Location, set_location
+from fleetdistill_server.store.operator_calls import BEGUN, LOCAL, caller_in_words
+from fleetdistill_server.store.records import OperatorCall
 from fleetdistill_server.store.states import OVER, RunStatus
 from fleetdistill_server.store.store import Store
 
@@ -47,6 +50,10 @@ _FORGET_RETRY_SECONDS = 60.0
 _START_PATIENCE_SECONDS, _PATIENCE_SECONDS = 60.0, 2.0
 """Time for which the supervisor waits for a database: at its start, and later, when it also looks after the front."""
 _away = Interruption(logger, "the store cannot be used; retrying: %s", "the store can be used again")
+call_logger = logging.getLogger("fleetdistill.server.operators")
+LOOK_SECONDS = 1.0
+_WHOM = ("role", "name", "device")
+"""Arguments that name whom a call revokes or forgets."""
 
 
 def _write_served(config: RunConfig | ServerConfig) -> Path:
@@ -268,3 +275,49 @@ class Supervisor:
 
     def _is_over(self) -> bool:
         return self._status() in OVER and not self.store.devices.present(self._run)
+
+
+class CallLog:
+    """Logs the calls of operators that are stored from now on, so that a server's log has them wherever they were made.
+
+    Args:
+        store: The supervisor's store.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._calls = store.operator_calls
+        self._last = self._calls.last()
+        self._begun: set[int] = set()
+        self._looked = time.monotonic()
+
+    def look(self) -> None:
+        """Logs the calls since the last look; call this regularly. Reads the store at most once a second."""
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        for call in self._calls.after(self._last, sorted(self._begun)):
+            known = call.id in self._begun
+            self._last = max(self._last, call.id)
+            if call.result == BEGUN:
+                self._begun.add(call.id)
+            else:
+                self._begun.discard(call.id)
+            if not (known and call.result == BEGUN):
+                _log(call)
+
+
+def _log(call: OperatorCall) -> None:
+    where = "" if call.role == LOCAL else f" from {call.address}"
+    caller = f"{caller_in_words(call.role, call.name)}{where}"
+    given = _arguments(call)
+    whom = "".join(f" {given[name]}" for name in _WHOM if given.get(name))
+    text = f"{caller}: {call.call}{whom}: {call.result}"
+    level = logging.WARNING if call.is_refused else logging.INFO
+    call_logger.log(level, "%s", text, extra=about(run=given.get("run")))
+
+
+def _arguments(call: OperatorCall) -> dict[str, Any]:
+    try:
+        return dict(json.loads(call.arguments))
+    except ValueError:  # they were too long to be stored
+        return {}

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.version import VERSION
-from fleetdistill_server.service.enrol_port import load_enrol_port
+from fleetdistill_server.security.tokens import load_enrol_port
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.service.served import may_be_present, served
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import when
-from fleetdistill_server.views import fleet, health, overview, progress, runs, server
+from fleetdistill_server.views import fleet, health, overview, runs, server
 from fleetdistill_server.views.runs import View
 
 __all__ = ["Query"]
@@ -118,7 +118,7 @@ VIEWS: Mapping[str, ViewReader] = {
         store, query.run, query.device, served=may_be_present(directory, store)
     ),
     "classes": lambda store, directory, query: fleet.classes(store, query.run),
-    "round": lambda store, directory, query: progress.round_progress(store, query.run, query.round),
+    "round": lambda store, directory, query: fleet.round_progress(store, query.run, query.round),
     "settings": lambda store, directory, query: overview.settings(store, query.run),
 }
 """Functions that read the views, by name."""
