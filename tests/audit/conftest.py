@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fleetdistill_lab.audit.candidates import Rows
 from fleetdistill_lab.audit.public_set import PublicSet, split_public
+from fleetdistill_lab.audit.record import Rows
 from fleetdistill_lab.simulation.data.datasets import load_dataset
 from fleetdistill_server.config.run_config import RunConfig, run_config
 

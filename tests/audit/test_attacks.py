@@ -24,13 +24,11 @@ from fleetdistill.methods.feddkd.device import distillation_gradient
 from fleetdistill.models.discriminators import SharedHead
 from fleetdistill.training.model import logits_and_embedding
 from fleetdistill.training.parameters import model_parameters
-from fleetdistill_lab.audit.attacks import attack, max_mu, parts_sent
-from fleetdistill_lab.audit.candidates import Attacker, Rows
-from fleetdistill_lab.audit.knowledge import features_of
+from fleetdistill_lab.audit.audit import attack, max_mu, parts_sent
+from fleetdistill_lab.audit.knowledge import class_shares, features_of
 from fleetdistill_lab.audit.linkage import Scored, linkage
 from fleetdistill_lab.audit.public_set import PublicSet
-from fleetdistill_lab.audit.record import Message
-from fleetdistill_lab.audit.shares import class_shares
+from fleetdistill_lab.audit.record import Attacker, Message, Rows
 from fleetdistill_server.engine.contract import build_method
 
 MEMBERS = 30

@@ -15,8 +15,8 @@ from fleetdistill.errors import RunError
 from fleetdistill.privacy.accountant import discrete_mu_for, mu_for
 from fleetdistill.training.model import SplitModel
 from fleetdistill_lab.audit.audit import Audit, audit, bound, record_run, simulation_of
+from fleetdistill_lab.audit.output import tables, view
 from fleetdistill_lab.audit.public_set import split_public
-from fleetdistill_lab.audit.table import tables, view
 from fleetdistill_lab.simulation.data.datasets import load_dataset
 from fleetdistill_server.cli.app import app
 

@@ -10,12 +10,10 @@ from fleetdistill.knowledge import DistillationGradient
 from fleetdistill.methods.feddkd.device import distillation_gradient, mini_batch
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill_lab.audit.audit import Audit, Recorded, record_run
-from fleetdistill_lab.audit.decoder import decode, fit_decoder, standardise
 from fleetdistill_lab.audit.networks import Step, steps_of
-from fleetdistill_lab.audit.pictures import invert, reconstruct
+from fleetdistill_lab.audit.pictures import decode, fit_decoder, invert, psnr, reconstruct, reidentified, standardise
 from fleetdistill_lab.audit.public_set import PublicSet, split_public
 from fleetdistill_lab.audit.record import Record
-from fleetdistill_lab.audit.similarity import psnr, reidentified
 from fleetdistill_lab.simulation.data.datasets import load_dataset
 from fleetdistill_server.engine.contract import build_method
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fleetdistill_lab.audit.similarity import psnr, reidentified, ssim
+from fleetdistill_lab.audit.pictures import psnr, reidentified, ssim
 
 
 @pytest.mark.parametrize("side", [8, 28])

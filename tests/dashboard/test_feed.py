@@ -11,8 +11,7 @@ import pytest
 from support.processes import wait_until
 
 from fleetdistill.errors import LinkError
-from fleetdistill_console.dashboard.board import Board
-from fleetdistill_console.dashboard.feed import Feed
+from fleetdistill_console.dashboard.board import Board, Feed
 from fleetdistill_console.dashboard.readers import Subject, rounds
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.service import serve_lock

@@ -15,7 +15,6 @@ from fleetdistill_console.dashboard.pages.run import last_accuracy, time_left
 from fleetdistill_console.dashboard.pages.runs import accuracy
 from fleetdistill_console.dashboard.panels.classes import bubbles, note, spread
 from fleetdistill_console.dashboard.panels.curves import axis
-from fleetdistill_console.dashboard.panels.devices import presence
 from fleetdistill_console.dashboard.panels.embed import address, embedding
 from fleetdistill_console.dashboard.panels.round import (
     MAX_DEVICES,
@@ -26,7 +25,7 @@ from fleetdistill_console.dashboard.panels.round import (
     phases,
     sentence,
 )
-from fleetdistill_console.dashboard.panels.traffic import by_kind
+from fleetdistill_console.dashboard.panels.tables import by_kind, presence
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5000))

@@ -15,7 +15,7 @@ from support.secured import make_pki
 from support.served import RUN, served
 from typer.testing import CliRunner
 
-from fleetdistill_console.dashboard.panels.server import sentence, tiles
+from fleetdistill_console.dashboard.pages.server import sentence, tiles
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.security.certificates import Role

@@ -15,7 +15,7 @@ from support.dashboards import Watched, picture
 from support.forked_popen import REAL_POPEN
 from support.processes import COMMAND, PATIENCE_SECONDS, wait_until
 
-from fleetdistill_console.dashboard.simulated import SimulatedRun, training_classes, with_alone
+from fleetdistill_console.dashboard.server import SimulatedRun, training_classes, with_alone
 from fleetdistill_server.store.store import Store
 
 OPTIONS = (

@@ -21,8 +21,7 @@ from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_console.tracking.follower import Followed, Follower
 from fleetdistill_console.tracking.mlflow_tracker import ENVIRONMENT, MlflowTracker
-from fleetdistill_console.tracking.results import ACCURACY, ALONE, BYTES, results_in
-from fleetdistill_console.tracking.run_figures import points_since, settings_of
+from fleetdistill_console.tracking.run_figures import ACCURACY, ALONE, BYTES, points_since, results_in, settings_of
 from fleetdistill_console.tracking.tensorboard_tracker import TensorBoardTracker
 from fleetdistill_console.tracking.tracker import Description, Tracker
 from fleetdistill_server.store.records import Ask

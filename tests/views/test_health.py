@@ -9,7 +9,7 @@ import pytest
 from support.live_front import prepare_store
 from typer.testing import CliRunner
 
-from fleetdistill_console.dashboard.panels.server import sentence, tiles
+from fleetdistill_console.dashboard.pages.server import sentence, tiles
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.service import run_changes, serve_lock

@@ -12,7 +12,7 @@ from support.long import long_except
 from typer.testing import CliRunner
 
 from fleetdistill.methods import METHODS
-from fleetdistill_console.dashboard.simulated import SimulatedRun
+from fleetdistill_console.dashboard.server import SimulatedRun
 from fleetdistill_console.metrics.runs import RunsCollector
 from fleetdistill_console.tracking.run_figures import points_since
 from fleetdistill_lab.simulation.fleet import simulate

@@ -10,8 +10,7 @@ from urllib.parse import quote
 
 from nicegui import app, ui
 
-from fleetdistill_console.dashboard.board import Board
-from fleetdistill_console.dashboard.feed import Snapshot
+from fleetdistill_console.dashboard.board import Board, Snapshot
 from fleetdistill_console.dashboard.session import LOGOUT
 
 LOOK_SECONDS = 0.5

@@ -17,8 +17,8 @@ from fleetdistill.errors import StoreError
 from fleetdistill.link.credentials import AUTHORITIES
 from fleetdistill.version import VERSION
 from fleetdistill_console.metrics import catalogue
+from fleetdistill_console.metrics.catalogue import Samples
 from fleetdistill_console.metrics.files import keep_only_engines
-from fleetdistill_console.metrics.samples import Samples
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.security.pki import SERVER
 from fleetdistill_server.service.process_state import ENGINE, ProcessState

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 
 from fleetdistill.errors import FleetDistillError
 from fleetdistill_console.metrics import catalogue
-from fleetdistill_console.metrics.samples import Samples
+from fleetdistill_console.metrics.catalogue import Samples
 from fleetdistill_server.logs import Interruption
 from fleetdistill_server.service.served import placed, state_of
 from fleetdistill_server.store.run_figures import RoundFigures, RunFigures, run_counts, run_figures

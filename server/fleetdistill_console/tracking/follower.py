@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fleetdistill_console.tracking.results import Results, results_in
-from fleetdistill_console.tracking.run_figures import points_since, settings_of
+from fleetdistill_console.tracking.run_figures import Results, points_since, results_in, settings_of
 from fleetdistill_console.tracking.server_model import MODEL_NAME, exported_model
 from fleetdistill_console.tracking.tracker import Description, RoundPoint, TrackedRun, Tracker, write_missing
 from fleetdistill_server.logs import Seldom

@@ -45,10 +45,9 @@ def audit(
     everything that the server knows. No private row is needed or read. `fleetdistill operators` lists operators' calls.
     """
     from fleetdistill_lab.audit.audit import Audit, record_run, report
+    from fleetdistill_lab.audit.output import draw, tables, view, write_json
     from fleetdistill_lab.audit.pictures import reconstruct
-    from fleetdistill_lab.audit.plot import draw
     from fleetdistill_lab.audit.public_set import kinds_of_images, read_public, split_public
-    from fleetdistill_lab.audit.table import tables, view, write_json
     from fleetdistill_server.config.run_config import load_run_config
 
     if other and not pictures:

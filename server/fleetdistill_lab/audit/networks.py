@@ -16,8 +16,7 @@ from fleetdistill.models.discriminators import JudgedClassifier, shared_features
 from fleetdistill.training.local_training import extract
 from fleetdistill.training.model import logits_and_embedding
 from fleetdistill.training.parameters import tensors_of
-from fleetdistill_lab.audit.candidates import Attacker, Part, Rows, Scores
-from fleetdistill_lab.audit.record import Message
+from fleetdistill_lab.audit.record import Attacker, Message, Part, Rows, Scores
 
 _WHOLE = "model"
 _LOSS, _STEPS = "loss over all rounds", "last layer, all steps"

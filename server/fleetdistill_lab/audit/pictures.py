@@ -1,4 +1,7 @@
-"""Reconstructs images from what devices send: by decoders from features, and from gradients."""
+"""Reconstructs images from what devices send, and measures how similar they are to the originals.
+
+Decoders, which the attacker trains on public rows, turn features back into images; gradients are inverted.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,10 @@ from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.methods.feddkd.device import mini_batch
 from fleetdistill.training.parameters import tensors_of
 from fleetdistill_lab.audit.audit import Recorded
-from fleetdistill_lab.audit.candidates import Rows
-from fleetdistill_lab.audit.decoder import decode, fit_decoder, standardise
 from fleetdistill_lab.audit.knowledge import features_of, fit
 from fleetdistill_lab.audit.networks import Step, steps_of
 from fleetdistill_lab.audit.public_set import PublicSet
-from fleetdistill_lab.audit.record import Message
-from fleetdistill_lab.audit.similarity import psnr, reidentified, ssim
+from fleetdistill_lab.audit.record import Message, Rows
 
 PICTURES = 100
 """Most pictures of one kind."""
@@ -33,6 +33,13 @@ _MAX_GRADIENTS = 10
 _STEPS, _RATE = 300, 0.1
 _SMOOTHNESS = 1e-4
 _NOISE, _SPREAD = 0.1, 0.3
+_SMALL_SIDE = 16
+_DECODER_RATE, _BATCH = 2e-3, 64
+_EPOCHS, _EPOCHS_SMALL = 4, 30
+_HIDDEN = 256
+_WIDTHS = (24, 16)
+_MIN_DEVIATION = 1e-3
+_C1, _C2 = 0.01**2, 0.03**2
 
 
 @dataclass(frozen=True)
@@ -274,3 +281,119 @@ def _variation(images: Tensor) -> Tensor:
 def _match(pictures: Tensor, originals: Tensor) -> Tensor:
     """Returns for each original the nearest picture: a gradient does not contain the order of its rows."""
     return torch.cdist(originals.flatten(1), pictures.flatten(1)).argmin(dim=1)
+
+
+def fit_decoder(features: Tensor, images: Tensor) -> nn.Module:
+    """Trains a decoder with mean squared error.
+
+    It has convolutions of width 24, 16 and the image's channels with upsampling; or 256 hidden units for flat features
+    and for images below 16 pixels a side.
+
+    Args:
+        features: `[n, channels, h, w]` or `[n, F]` float32, standardised.
+        images: `[n, channels, height, width]` in [0, 1].
+    """
+    small = min(images.shape[2:]) < _SMALL_SIDE or features.ndim != 4
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        decoder = _dense(features, images) if small else _Convolutions(images)
+        decoder(features[:2])  # sets the shapes of lazy layers
+    optimizer, generator = torch.optim.Adam(decoder.parameters(), _DECODER_RATE), torch.Generator().manual_seed(0)
+    for _ in range(_EPOCHS_SMALL if small else _EPOCHS):
+        for rows in torch.randperm(len(images), generator=generator).split(_BATCH):
+            optimizer.zero_grad()
+            functional.mse_loss(decoder(features[rows]), images[rows]).backward()
+            optimizer.step()
+    return decoder.eval()
+
+
+def decode(decoder: nn.Module, features: Tensor) -> Tensor:
+    """Returns images in [0, 1] of features."""
+    with torch.no_grad():
+        return decoder(features).clamp(0, 1)  # type: ignore[no-any-return]  # a module's call
+
+
+def standardise(features: Tensor, by: Tensor) -> Tensor:
+    """Returns features centred and scaled by the moments of `by`, `[m, ...]` with m at least 2."""
+    deviation = by.std(dim=0)
+    return (features - by.mean(dim=0)) / (deviation + _MIN_DEVIATION * deviation.mean() + 1e-12)
+
+
+def _dense(features: Tensor, images: Tensor) -> nn.Module:
+    inputs, outputs = features[0].numel(), images[0].numel()
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(inputs, _HIDDEN),
+        nn.ReLU(),
+        nn.Linear(_HIDDEN, outputs),
+        nn.Unflatten(1, images.shape[1:]),
+    )
+
+
+class _Convolutions(nn.Module):
+    """3x3 convolutions with upsampling to half and to all of the image."""
+
+    def __init__(self, images: Tensor) -> None:
+        super().__init__()
+        first, second = _WIDTHS
+        self._size = tuple(images.shape[2:])
+        self._first = nn.LazyConv2d(first, 3, padding=1)
+        self._second = nn.Conv2d(first, second, 3, padding=1)
+        self._last = nn.Conv2d(second, images.shape[1], 3, padding=1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Returns images of feature maps."""
+        half = [(side + 1) // 2 for side in self._size]
+        x = functional.interpolate(self._first(features).relu(), size=half)
+        x = functional.interpolate(self._second(x).relu(), size=self._size)
+        return self._last(x)  # type: ignore[no-any-return]  # a module's call
+
+
+def ssim(first_bchw: Tensor, second_bchw: Tensor) -> Tensor:
+    """Returns the structural similarity of image pairs with values in [0, 1].
+
+    Uniform windows of 7x7 pixels, of 3x3 for images below 16 pixels a side.
+
+    Args:
+        first_bchw: `[batch, channels, height, width]`.
+        second_bchw: Of the same shape.
+
+    Returns:
+        `[batch]`, at most 1.
+
+    References:
+        Wang et al., Image Quality Assessment: From Error Visibility to Structural Similarity, 2004, eq. (13).
+    """
+    window = 7 if min(first_bchw.shape[2:]) >= _SMALL_SIDE else 3
+    pixels = window * window
+
+    def mean(values: Tensor) -> Tensor:
+        return functional.avg_pool2d(values, window, stride=1)
+
+    x, y = first_bchw.double(), second_bchw.double()
+    mean_x, mean_y = mean(x), mean(y)
+    unbiased = pixels / (pixels - 1)
+    var_x, var_y = unbiased * (mean(x * x) - mean_x**2), unbiased * (mean(y * y) - mean_y**2)
+    covariance = unbiased * (mean(x * y) - mean_x * mean_y)
+    numerator = (2 * mean_x * mean_y + _C1) * (2 * covariance + _C2)
+    return (numerator / ((mean_x**2 + mean_y**2 + _C1) * (var_x + var_y + _C2))).mean(dim=(1, 2, 3))
+
+
+def psnr(first_bchw: Tensor, second_bchw: Tensor) -> Tensor:
+    """Returns the peak signal-to-noise ratio of image pairs with values in [0, 1], in dB; `[batch]`."""
+    error = (first_bchw - second_bchw).double().square().mean(dim=(1, 2, 3))
+    return -10 * torch.log10(error.clamp_min(1e-12))
+
+
+def reidentified(pictures_bchw: Tensor, originals_bchw: Tensor, others_nchw: Tensor) -> float:
+    """Returns the share of pictures that are nearer to their original than to every other image (mean squared error).
+
+    Args:
+        pictures_bchw: Reconstructions.
+        originals_bchw: The image behind each.
+        others_nchw: Images to tell it from.
+    """
+    pictures, originals = pictures_bchw.flatten(1).double(), originals_bchw.flatten(1).double()
+    own = (pictures - originals).norm(dim=1)
+    nearest = torch.cdist(pictures, others_nchw.flatten(1).double()).min(dim=1).values
+    return float((own < nearest).double().mean())

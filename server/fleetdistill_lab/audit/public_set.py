@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fleetdistill.errors import ConfigurationError, DataError
-from fleetdistill_lab.audit.candidates import Rows
+from fleetdistill_lab.audit.record import Rows
 from fleetdistill_lab.simulation.data.datasets import DATASETS, Dataset, load_dataset, stratified_rows
 from fleetdistill_lab.simulation.data.own import limit_rows, read_dataset
 from fleetdistill_server.config.run_config import ContractSection

@@ -1,13 +1,15 @@
-"""Records what the devices of an in-memory run send and receive."""
+"""What attacks work on: recorded messages of an in-memory run, rows to score, and what the attacker knows besides."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from fleetdistill.knowledge import Kind, Parts
 from fleetdistill.link.base import Link
@@ -17,7 +19,14 @@ from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
+from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.store.store import Store
+
+T = TypeVar("T")
+Part = tuple[str, str]
+"""Name of a part, and of the attack on it."""
+Scores = NDArray[np.float64]
+"""`[n]`, one for each candidate; higher if the row looks like one that the device trained on."""
 
 
 @dataclass(frozen=True)
@@ -103,3 +112,41 @@ def _in_memory(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _in_memory(one) for name, one in value.items()}
     return value
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Labelled rows.
+
+    Attributes:
+        inputs: `[n, *input_shape]` float32.
+        labels: `[n]` int64.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class Attacker:
+    """What the server knows besides the messages.
+
+    Attributes:
+        method: A new server half of the run: architectures and initial weights.
+        public: Labelled rows of the same kind as the devices', of which no device has any.
+    """
+
+    method: ServerMethod
+    public: Rows
+    _results: dict[tuple[str, int, int], tuple[Any, object, Rows]] = field(default_factory=dict)
+
+    def once(self, name: str, part: object, rows: Rows, compute: Callable[[], T]) -> T:
+        """Returns the result of `compute` for a part and rows, computed once: many devices receive the same part."""
+        key = (name, id(part), id(rows))
+        if key not in self._results:
+            self._results[key] = (compute(), part, rows)  # the references keep the ids valid
+        result: T = self._results[key][0]
+        return result

@@ -9,8 +9,7 @@ docs/reference/wire-format.md has the rules. The SDK does not import this packag
 from __future__ import annotations
 
 from fleetdistill_lab.conformance.device_check import ListeningServer
-from fleetdistill_lab.conformance.report import PAGE, Report, Result, Rule
-from fleetdistill_lab.conformance.rules import DEVICE_RULES, SERVER_RULES
+from fleetdistill_lab.conformance.rules import DEVICE_RULES, PAGE, SERVER_RULES, Report, Result, Rule
 from fleetdistill_lab.conformance.server_check import RUN_TOML, check_server
 
 __all__ = [

@@ -21,8 +21,7 @@ from fleetdistill.wire.codes import Code, rich_status
 from fleetdistill.wire.payload import chunks
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_lab.conformance.received import ReceivedAnswer
-from fleetdistill_lab.conformance.report import Report
-from fleetdistill_lab.conformance.rules import DEVICE_RULES
+from fleetdistill_lab.conformance.rules import DEVICE_RULES, Report
 from fleetdistill_lab.conformance.script import RUN, SCENES, Scene, contract, payload
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -11,7 +11,7 @@ from fleetdistill.errors import WireError
 from fleetdistill.wire.digests import digest
 from fleetdistill.wire.payload import CHUNK_BYTES, DTYPES, Slot, slots
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2, tensor_pb2
-from fleetdistill_lab.conformance.report import Report
+from fleetdistill_lab.conformance.rules import Report
 from fleetdistill_lab.conformance.script import SHAPES
 
 

@@ -33,8 +33,7 @@ from fleetdistill_lab.conformance.player import (
     payload_of,
     refusal_of,
 )
-from fleetdistill_lab.conformance.report import Report
-from fleetdistill_lab.conformance.rules import SERVER_RULES
+from fleetdistill_lab.conformance.rules import SERVER_RULES, Report
 
 _WELL, _RESUMES, _GAP, _CRC, _DIGEST, _DECLINES, _LEAVES = (
     "well",

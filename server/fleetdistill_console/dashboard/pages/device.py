@@ -15,7 +15,7 @@ from fleetdistill_console.dashboard.actions import RevokeButton
 from fleetdistill_console.dashboard.board import Board
 from fleetdistill_console.dashboard.chart import AccuracyAndLoss, Point
 from fleetdistill_console.dashboard.layout import Notice, Tiles, frame, live, panel, run_link
-from fleetdistill_console.dashboard.panels.devices import presence
+from fleetdistill_console.dashboard.panels.tables import presence
 from fleetdistill_console.dashboard.table import LiveTable
 from fleetdistill_console.dashboard.units import UNKNOWN, duration, percent
 from fleetdistill_server.views.runs import TableRow, View

@@ -13,11 +13,15 @@ from fleetdistill_console.dashboard.layout import Notice, Tiles, frame, live
 from fleetdistill_console.dashboard.pages.runs import is_at_work
 from fleetdistill_console.dashboard.panels.classes import ClassesPanel
 from fleetdistill_console.dashboard.panels.curves import CurvesPanel
-from fleetdistill_console.dashboard.panels.devices import DevicesPanel
 from fleetdistill_console.dashboard.panels.embed import EmbedPanel
 from fleetdistill_console.dashboard.panels.round import RoundPanel
-from fleetdistill_console.dashboard.panels.tables import EventsPanel, RoundsPanel, SettingsPanel
-from fleetdistill_console.dashboard.panels.traffic import TrafficPanel
+from fleetdistill_console.dashboard.panels.tables import (
+    DevicesPanel,
+    EventsPanel,
+    RoundsPanel,
+    SettingsPanel,
+    TrafficPanel,
+)
 from fleetdistill_console.dashboard.readers import RUNS
 from fleetdistill_console.dashboard.units import ROUND_SECONDS, UNKNOWN, duration, percent, size
 from fleetdistill_server.texts import counted

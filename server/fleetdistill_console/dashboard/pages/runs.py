@@ -9,7 +9,7 @@ from nicegui import ui
 from fleetdistill_console.dashboard import table
 from fleetdistill_console.dashboard.board import Board
 from fleetdistill_console.dashboard.layout import Notice, frame, live, run_link
-from fleetdistill_console.dashboard.panels.server import Glance
+from fleetdistill_console.dashboard.pages.server import Glance
 from fleetdistill_console.dashboard.readers import RUNS
 from fleetdistill_console.dashboard.table import LiveTable
 from fleetdistill_console.dashboard.units import percent

@@ -1,18 +1,20 @@
-"""Tabs of a run that are tables: all figures of its rounds, its events, and its settings by section."""
+"""Tabs of a run that are tables: figures of its rounds, events, settings, devices, and bytes by kind of part."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nicegui import ui
 
 from fleetdistill_console.dashboard import table
 from fleetdistill_console.dashboard.board import Board
-from fleetdistill_console.dashboard.layout import panel
-from fleetdistill_console.dashboard.readers import events, rounds, settings
+from fleetdistill_console.dashboard.layout import Tiles, device_link, panel
+from fleetdistill_console.dashboard.panels.round import newest_asks
+from fleetdistill_console.dashboard.readers import events, participants, round_under_way, rounds, settings, traffic
 from fleetdistill_console.dashboard.table import LiveTable
-from fleetdistill_console.dashboard.units import setting
+from fleetdistill_console.dashboard.units import setting, size
 from fleetdistill_server.views.runs import TableRow
 
 _ROUND_COLUMNS = [
@@ -30,6 +32,31 @@ _LAST_ROUND_COLUMNS = [
     table.rate("global_accuracy", "Global model", minWidth=80),
     table.size("bytes_up", "Received", minWidth=100),
     table.size("bytes_down", "Sent", minWidth=90),
+]
+_DEVICE_COLUMNS = [
+    table.link("device", "Device", "link", width=130, flex=0, pinned="left", sort="asc"),
+    table.text("presence", "Presence", minWidth=95),
+    table.text("state", "In this round", minWidth=105),
+    table.rate("test_accuracy", "Accuracy", minWidth=95),
+    table.number("samples", "Samples", minWidth=80, filter=False),
+    table.text("answered", "Answers", minWidth=85, filter=False),
+    table.number("late", "Late", minWidth=55, filter=False),
+    table.number("declined", "Declined", minWidth=80, filter=False),
+    table.number("refusals", "Refused", minWidth=75, filter=False),
+    table.text("model", "Model", minWidth=100),
+    table.text("sdk", "SDK", minWidth=65),
+    table.time("last_seen", "Last seen (UTC)", minWidth=128),
+    table.time("certificate_expires", "Certificate until", to="day", minWidth=108),
+]
+_COUNTS = ("up_sent", "down_sent", "up", "down")
+_UP, _DOWN, _SAVED = "Received from devices", "Sent to devices", "Saved by compression"
+_TRAFFIC_COLUMNS = [
+    table.text("kind", "Kind of part", minWidth=130),
+    table.size("up_sent", "Received", minWidth=130),
+    table.size("down_sent", "Sent", minWidth=130),
+    table.size("up", "Received, uncompressed", minWidth=130),
+    table.size("down", "Sent, uncompressed", minWidth=130),
+    table.rate("share", "Share of all bytes", minWidth=130, sort="desc"),
 ]
 
 
@@ -160,3 +187,75 @@ def _draw_section(section: str, values: dict[str, Any]) -> None:
                     ui.label(name)
                 with ui.element("td"):
                     ui.label(setting(value))
+
+
+class DevicesPanel:
+    """A table of all devices."""
+
+    def __init__(self, board: Board, run: str) -> None:
+        self._board, self._run = board, run
+        with panel("Devices"):
+            search = ui.input("Filter devices", placeholder="id, state or model").props("dense outlined clearable")
+            search.classes("fd-filter")
+            empty = "No device has checked in yet. The tab Add a device has the lines for an app."
+            self._table = LiveTable("Devices of the run", _DEVICE_COLUMNS, empty, "34rem")
+            search.on_value_change(lambda event: self._table.filter(event.value or ""))
+
+    def update(self) -> None:
+        """Shows the newest rows."""
+        view = self._board.feed.look(participants(self._run)).value
+        asked = self._board.feed.look(round_under_way(self._run)).value
+        if view is not None and asked is not None:
+            states = {ask["device"]: ask["state"] for ask in newest_asks(asked.lists["asks"])}
+            self._table.show(
+                [_device_cells(self._run, row, states.get(row["device"], "")) for row in view.lists["devices"]]
+            )
+
+
+def presence(row: TableRow) -> str:
+    """Returns whether a device is there, in a word."""
+    if row["revoked"]:
+        return "revoked"
+    if row["forgotten"]:
+        return "forgotten" if row["forgotten"] != "asked" else "to be forgotten"
+    return "present" if row["present"] else "away"
+
+
+def _device_cells(run: str, row: TableRow, state: str) -> dict[str, Any]:
+    shown = {"presence": presence(row), "state": state, "answered": f"{row['answers']:,} of {row['asks']:,}"}
+    return {**row, "id": row["device"], "link": device_link(run, row["device"]), **shown}
+
+
+class TrafficPanel:
+    """Totals, and a table with a row for each kind of part."""
+
+    def __init__(self, board: Board, run: str) -> None:
+        self._board, self._run = board, run
+        with panel("Bytes by kind"):
+            self._tiles = Tiles((_UP, _DOWN, _SAVED))
+            self._table = LiveTable("Bytes by kind of part", _TRAFFIC_COLUMNS, "Nothing has been sent yet.", "20rem")
+
+    def update(self) -> None:
+        """Shows the newest counts."""
+        rows = self._board.feed.look(traffic(self._run)).value
+        if rows is None:
+            return
+        kinds = by_kind(rows)
+        total = {name: sum(row[name] for row in kinds) for name in _COUNTS}
+        saved = total["up"] + total["down"] - total["up_sent"] - total["down_sent"]
+        shown = {_UP: size(total["up_sent"]), _DOWN: size(total["down_sent"]), _SAVED: size(max(saved, 0))}
+        self._tiles.show(shown)
+        self._table.show(kinds)
+
+
+def by_kind(rows: Sequence[TableRow]) -> list[dict[str, Any]]:
+    """Returns the sums over rounds by kind of part, with the kind's share of all bytes on the link."""
+    sums: defaultdict[str, dict[str, Any]] = defaultdict(lambda: dict.fromkeys(_COUNTS, 0))
+    for row in rows:
+        for name in _COUNTS:
+            sums[row["kind"]][name] += row[name]
+    sent = sum(item["up_sent"] + item["down_sent"] for item in sums.values())
+    return [
+        {"id": kind, "kind": kind, **one, "share": (one["up_sent"] + one["down_sent"]) / sent if sent else None}
+        for kind, one in sums.items()
+    ]

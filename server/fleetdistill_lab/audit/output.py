@@ -1,4 +1,4 @@
-"""Shows an audit's report as a table and as JSON."""
+"""Shows an audit's report: as a table, as JSON, and reconstructed images below their originals."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from torch import Tensor
 
 from fleetdistill.errors import StateError
 from fleetdistill.methods.feddkd.config import MIN_BATCH
@@ -17,8 +18,13 @@ from fleetdistill_lab.audit.audit import AuditReport
 from fleetdistill_lab.audit.pictures import Pictures
 from fleetdistill_server.views.runs import View
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 NOTHING = "–"
 """Shown where a part cannot be tested for single rows; not 0, because nothing was measured."""
+_SHOWN = 14
+_INCHES = 0.62
 
 
 def tables(shown: View) -> list[Table | str]:
@@ -126,3 +132,45 @@ def _meaning(facts: dict[str, Any]) -> str:
         f"(chance 0.01). {NOTHING}: the part cannot be tested for single rows. classes: how well the class shares of a "
         "device are known, 1 exactly, 0 as by a uniform guess. See docs/explanation/privacy.md."
     )
+
+
+def draw(found: Sequence[Pictures], file: Path) -> Path:
+    """Writes a PNG with two rows for each kind of picture, originals and reconstructions; returns its path.
+
+    Raises:
+        StateError: The file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_INCHES * _SHOWN + 2.6, 2 * _INCHES * len(found) + 0.4 * len(found)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for part, one in zip(figure.subfigures(len(found), squeeze=False)[:, 0], found, strict=True):
+        figures = one.figures()
+        part.suptitle(
+            f"{one.part}: {one.source}. SSIM {figures['ssim']:.2f}, PSNR {figures['psnr']:.1f} dB, reidentified "
+            f"{figures['reidentified']:.2f} of {len(one.pictures)}",
+            fontsize=8,
+            ha="left",
+            x=0.01,
+        )
+        axes = part.subplots(2, _SHOWN, squeeze=False)
+        for row, (name, images) in enumerate(((one.compared, one.originals), ("from messages", one.pictures))):
+            axes[row][0].set_ylabel(name, fontsize=7, rotation=0, ha="right", va="center")
+            for column, ax in enumerate(axes[row]):
+                _show(ax, images[column] if column < len(images) else None)
+    try:
+        figure.savefig(file, dpi=110)
+    except OSError as error:
+        raise StateError(f"cannot write {file}: {error}; choose another --out directory") from error
+    return file
+
+
+def _show(ax: Axes, image: Tensor | None) -> None:
+    ax.set_xticks([])
+    ax.set_yticks([])
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    if image is not None:
+        shown = image[0] if len(image) != 3 else image.permute(1, 2, 0)
+        ax.imshow(shown.numpy(), cmap="gray", vmin=0, vmax=1)
