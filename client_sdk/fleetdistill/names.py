@@ -22,22 +22,22 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def did_you_mean(given: object, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Returns `; did you mean NAME?` with the most similar known name; empty if none is similar."""
     import difflib  # only for this error
 
-    close = difflib.get_close_matches(str(given), list(known), n=1)
+    close = difflib.get_close_matches(str(name), list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def unknown_name(what: str, given: object, known: Iterable[str]) -> str:
+def unknown_name(what: str, name: object, known: Iterable[str]) -> str:
     """Returns the message for an unknown name, with a suggestion.
 
     Args:
         what: Kind of the name, such as "method".
-        given: The unknown name.
+        name: The unknown name.
         known: All known names, in the order in which they are listed.
     """
     names = list(known)
-    meant = did_you_mean(given, names)
-    return f"unknown {what} {given!r}{f'{meant} Expected' if meant else ', expected'} one of {', '.join(names)}"
+    meant = did_you_mean(name, names)
+    return f"unknown {what} {name!r}{f'{meant} Expected' if meant else ', expected'} one of {', '.join(names)}"

@@ -178,8 +178,8 @@ class JsonLines(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    given = {name: getattr(record, f"about_{name}", None) for name in FIELDS}
-    return {name: value for name, value in given.items() if value is not None}
+    values = {name: getattr(record, f"about_{name}", None) for name in FIELDS}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _when(record: logging.LogRecord) -> str:

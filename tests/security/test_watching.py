@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill_server.cli.app import app
-from fleetdistill_server.front.operations_service import MAX_ROWS
+from fleetdistill_server.front.operations_service import MAX_CHANGES
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
@@ -77,15 +77,15 @@ def test_run_is_followed_over_network_as_on_server_machine(watched: Watched, for
     watched.begin_round()
     watched.store.runs.close_short_round(RUN, 2, "too few answered")
     with watched.store.transaction():
-        for number in range(MAX_ROWS):  # more than one message takes
+        for number in range(MAX_CHANGES):  # more than one message takes
             watched.store.history.add_event(RUN, "late", f"event {number}", number=2, device="a")
     watched.store.runs.set_status(RUN, RunStatus.FINISHED, "all rounds done")
     here = said(RUN, *watched.here, *form)
     assert said(RUN, *watched.there, *form) == here
-    assert len(here.splitlines()) == 1 + MAX_ROWS + 4
+    assert len(here.splitlines()) == 1 + MAX_CHANGES + 4
     if form:
         kinds = Counter(json.loads(line)["kind"] for line in here.splitlines())
-        assert kinds == {"run": 1, "round": 2, "step": 1, "event": 1 + MAX_ROWS}
+        assert kinds == {"run": 1, "round": 2, "step": 1, "event": 1 + MAX_CHANGES}
 
 
 def test_a_run_that_is_not_there_is_a_sentence(watched: Watched) -> None:

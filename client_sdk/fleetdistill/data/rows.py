@@ -276,9 +276,9 @@ def _is_mapped(array: Any) -> bool:
     return False
 
 
-def _id_bytes(given: Any) -> bytes:
-    if isinstance(given, bytes):
-        return b"b" + given
-    if isinstance(given, str):
-        return b"s" + given.encode()
-    return b"i%d" % operator.index(given)
+def _id_bytes(sample_id: Any) -> bytes:
+    if isinstance(sample_id, bytes):
+        return b"b" + sample_id
+    if isinstance(sample_id, str):
+        return b"s" + sample_id.encode()
+    return b"i%d" % operator.index(sample_id)

@@ -67,10 +67,10 @@ class DeployedModel:
         self.variant, self.run = result.get("answer", ""), result.get("run", "")
         self.class_names: Sequence[str] = tuple(result.get("class_names", "").split(","))
         self.quantized = result.get("quantized", "")
-        (given,), (output,) = self._session.get_inputs(), self._session.get_outputs()
-        if output.name != "logits" or len(given.shape) < 1:
+        (model_input,), (output,) = self._session.get_inputs(), self._session.get_outputs()
+        if output.name != "logits" or len(model_input.shape) < 1:
             raise ModelError(f"the file has the output {output.name[:40]!r}, expected 'logits'")
-        self.input_shape = tuple(size if isinstance(size, int) else None for size in given.shape[1:])
+        self.input_shape = tuple(size if isinstance(size, int) else None for size in model_input.shape[1:])
 
     def predict(self, inputs: NDArray[Any]) -> NDArray[np.float32]:
         """Returns logits `[batch, classes]` float32 for inputs `[batch, *input_shape]` of any float type.

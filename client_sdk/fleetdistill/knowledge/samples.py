@@ -100,8 +100,8 @@ class SampleKnowledge(Kind):
         sent, needed = part.sample_knowledge, contract.requirements.columns
         missing = [name for name in ("logits", "labels") if name in needed and not sent.HasField(name)]
         if "features" in needed:
-            given = {column.name for column in sent.features}
-            missing += [f"features/{name}" for name in asked if name not in given]
+            sent_columns = {column.name for column in sent.features}
+            missing += [f"features/{name}" for name in asked if name not in sent_columns]
         if not sent.HasField("sample_ids"):
             missing.append("sample_ids")
         if missing:

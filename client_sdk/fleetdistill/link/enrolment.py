@@ -48,13 +48,17 @@ def write_token(token: enrolment_pb2.EnrolmentToken) -> str:
     return PREFIX + base64.urlsafe_b64encode(token.SerializeToString()).decode().rstrip("=")
 
 
-def read_token(given: str | Path) -> enrolment_pb2.EnrolmentToken:
+def read_token(text_or_file: str | Path) -> enrolment_pb2.EnrolmentToken:
     """Reads a token, or a file with a token.
 
     Raises:
         ConfigurationError: The token is invalid, or the file cannot be read. The message does not contain the token.
     """
-    text = given if isinstance(given, str) and given.startswith(PREFIX) else _read_file(Path(given))
+    text = (
+        text_or_file
+        if isinstance(text_or_file, str) and text_or_file.startswith(PREFIX)
+        else _read_file(Path(text_or_file))
+    )
     words = text.split()
     try:
         if len(words) != 1 or not words[0].startswith(PREFIX):
@@ -71,14 +75,14 @@ def read_token(given: str | Path) -> enrolment_pb2.EnrolmentToken:
     return token
 
 
-def token_for(given: str | Path, server: str) -> enrolment_pb2.EnrolmentToken:
+def token_for(text_or_file: str | Path, server: str) -> enrolment_pb2.EnrolmentToken:
     """Reads a token as `read_token`, for a device of a server.
 
     Raises:
         ConfigurationError: The token is invalid, or `server` is the enrolment port, which serves only the first
             certificate. The token is not spent.
     """
-    token = read_token(given)
+    token = read_token(text_or_file)
     if server.rpartition(":")[2] == str(token.port):
         raise ConfigurationError(
             f"server is {server!r}, which is the enrolment port; pass the port of the server's `[server] listen`. "

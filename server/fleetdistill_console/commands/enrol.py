@@ -82,8 +82,8 @@ def enrol(
             made = remote.tokens(count, seconds, run, device or ())
     else:
         # Tokens can be created before the server's first start.
-        given = (_port(enrol_port, store), count, seconds, run, device or ())
-        made = create_logged_tokens(Store.open(store), Authority(pki), *given)
+        arguments = (_port(enrol_port, store), count, seconds, run, device or ())
+        made = create_logged_tokens(Store.open(store), Authority(pki), *arguments)
     _write_tokens(made, out)
 
 
@@ -135,10 +135,10 @@ def _write_tokens(tokens: list[str], out: Path | None) -> None:
     typer.echo(f"{out}: {counted(len(tokens), 'token')}, one per device")
 
 
-def _port(given: int | None, store: Path) -> int:
+def _port(port: int | None, store: Path) -> int:
     """Returns the enrolment port to be written into tokens."""
-    if given is not None:
-        if not 1 <= given <= 65535:
-            raise ConfigurationError(f"--enrol-port is {given}, must be 1 to 65535")
-        return given
+    if port is not None:
+        if not 1 <= port <= 65535:
+            raise ConfigurationError(f"--enrol-port is {port}, must be 1 to 65535")
+        return port
     return enrol_port_for_tokens(store)

@@ -101,16 +101,16 @@ def _parse(text: str) -> dict[str, Any]:
 
 def _result(result: str, arguments: dict[str, Any]) -> str:
     """Returns the result in words, with what else was given: texts, numbers and lists that are not empty."""
-    given = ", ".join(_phrase(name, value) for name, value in arguments.items() if value)
+    listed = ", ".join(_phrase(name, value) for name, value in arguments.items() if value)
     kind, _, text = result.partition(": ")
     if kind == "refused":
         code, colon, why = text.partition(": ")
         text = why if colon and " " not in code else text
         return f"refused: {text}"
     if kind == "done":
-        return f"{text} ({given})" if text and given else text or given or kind
+        return f"{text} ({listed})" if text and listed else text or listed or kind
     shown = "begun, or interrupted" if result == BEGUN else result
-    return f"{shown} ({given})" if given else shown
+    return f"{shown} ({listed})" if listed else shown
 
 
 def _phrase(name: str, value: Any) -> str:

@@ -95,9 +95,9 @@ class _Server(ThreadingMixIn, WSGIServer):
         with self._lock:
             self._open.append(request)
             surplus = self._open[:-_MAX_CONNECTIONS]
-            for surplu in surplus:
+            for connection in surplus:
                 with contextlib.suppress(OSError):
-                    surplu.shutdown(socket.SHUT_RDWR)  # its thread then closes it
+                    connection.shutdown(socket.SHUT_RDWR)  # its thread then closes it
             self._open = self._open[-_MAX_CONNECTIONS:]
         super().process_request(request, client_address)
 

@@ -60,21 +60,21 @@ NOT_TRACKED = Tracking()
 """Copies nothing."""
 
 
-def read_targets(given: Iterable[str]) -> tuple[Target, ...]:
+def read_targets(values: Iterable[str]) -> tuple[Target, ...]:
     """Reads the values of `--track`, and creates the directories of TensorBoard.
 
     Raises:
         ConfigurationError: A value is malformed, its extra is not installed, or its directory cannot be created.
     """
-    return tuple(_read(fromkey) for fromkey in dict.fromkeys(given))
+    return tuple(_read(value) for value in dict.fromkeys(values))
 
 
-def _read(given: str) -> Target:
-    kind, _, where = given.partition(":")
+def _read(value: str) -> Target:
+    kind, _, where = value.partition(":")
     target = Target(kind, where)
     if kind not in _PACKAGES or not where:
         raise ConfigurationError(
-            f"--track is {str(target) if where else given!r}, expected mlflow:URI, such as "
+            f"--track is {str(target) if where else value!r}, expected mlflow:URI, such as "
             "mlflow:http://127.0.0.1:5000, or tensorboard:DIRECTORY"
         )
     require(f"--track {kind}", _PACKAGES[kind], kind)

@@ -69,8 +69,8 @@ class TensorBoardRun:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
-        given = {name: _number_or_text(value) for name, value in run.settings.items()}
-        hyperparameters = hparams_pb(given, trial_id=run.id, start_time_secs=run.began)
+        settings = {name: _number_or_text(value) for name, value in run.settings.items()}
+        hyperparameters = hparams_pb(settings, trial_id=run.id, start_time_secs=run.began)
         for summary in (hyperparameters, _text("settings/text_summary", _table(run.settings))):
             self._events.add_event(Event(wall_time=run.began, summary=summary))
         self._events.flush()

@@ -309,8 +309,8 @@ def attack(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> dict[
     """
     kinds = {type(part) for message in messages for part in message.sent.values()}
     scores: dict[Part, Scores] = {}
-    for fromkey in dict.fromkeys(_ATTACKS[kind] for kind in KINDS.values() if kind in kinds and kind in _ATTACKS):
-        scores |= fromkey(messages, attacker, rows)
+    for score in dict.fromkeys(_ATTACKS[kind] for kind in KINDS.values() if kind in kinds and kind in _ATTACKS):
+        scores |= score(messages, attacker, rows)
     return scores
 
 

@@ -14,12 +14,12 @@ _ANY_PORT = "127.0.0.1:0"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the checks and prints them; returns 0 if all passed, 1 otherwise and 2 if they could not be run."""
-    given = _parser().parse_args(arguments)
-    if given.run_toml:
+    options = _parser().parse_args(arguments)
+    if options.run_toml:
         print(RUN_TOML, end="")
         return 0
     try:
-        report = _check(given)
+        report = _check(options)
     except FleetDistillError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -27,12 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.passed else 1
 
 
-def _check(given: argparse.Namespace) -> Report:
-    if given.server is not None:
-        return check_server(given.server, given.seconds)
-    server = ListeningServer(given.listen)
+def _check(options: argparse.Namespace) -> Report:
+    if options.server is not None:
+        return check_server(options.server, options.seconds)
+    server = ListeningServer(options.listen)
     print(f"listening on {server.address}", flush=True)
-    return server.wait(given.seconds)
+    return server.wait(options.seconds)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -57,10 +57,10 @@ class ReceivedAnswer:
             self._expect("upload.empty", not kinds and not found, f"the parts {sorted(kinds)}")
             return
         self._expect("parts", kinds == {"parameters": "model_parameters"}, f"the parts {kinds}")
-        given = {slot.path: (slot.shape, slot.dtype, slot.channels) for slot in found}
+        tensors = {slot.path: (slot.shape, slot.dtype, slot.channels) for slot in found}
         float32 = DTYPES[tensor_pb2.ELEMENT_TYPE_FLOAT32]
         wanted = {f"parameters/parameters/{name}": (shape, float32, None) for name, shape in SHAPES.items()}
-        self._expect("tensors", given == wanted, f"the tensors {sorted(given)}, or other types and shapes")
+        self._expect("tensors", tensors == wanted, f"the tensors {sorted(tensors)}, or other types and shapes")
 
     def take_chunks(self, messages: Iterable[service_pb2.UploadRequest], most: int) -> bool:
         """Takes chunks until `most` bytes are received or the stream ends; returns whether all were correct."""

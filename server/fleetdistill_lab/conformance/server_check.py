@@ -121,8 +121,8 @@ class _ServerCheck:
 
     # --- check-in
 
-    def _player(self, name: str, **given: Any) -> Player:
-        return Player(self._stub, f"{name}-{self._tag}", run=self._contract.run, **given)
+    def _player(self, name: str, **options: Any) -> Player:
+        return Player(self._stub, f"{name}-{self._tag}", run=self._contract.run, **options)
 
     def _check_contract(self) -> None:
         result = self._when_ready()

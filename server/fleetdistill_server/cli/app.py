@@ -146,7 +146,7 @@ def device_forget(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Erases a device, and asks the server to delete its data. Example: fleetdistill device forget fleet-state"""
-    flags = [flag for flag, given in (("--local", local), ("--insecure", insecure), ("--yes", yes)) if given]
+    flags = [flag for flag, is_set in (("--local", local), ("--insecure", insecure), ("--yes", yes)) if is_set]
     raise typer.Exit(device_command(["forget", str(state_dir), *(["--server", server] if server else []), *flags]))
 
 

@@ -116,7 +116,7 @@ def problems_of_file(path: Path, error: ConfigurationError, insecure: bool) -> l
     checks: list[Callable[[], object]] = []
     with contextlib.suppress(ConfigurationError):  # then `error` says what is wrong with the file or with [server]
         sections = read_toml(path)
-        run, model = (given if isinstance(given := sections.get(name), dict) else {} for name in ("run", "model"))
+        run, model = (section if isinstance(section := sections.get(name), dict) else {} for name in ("run", "model"))
         if isinstance(method := run.get("method"), str):
             checks.append(lambda: _check_method(method, run.get("import")))
         if isinstance(device := model.get("device"), str):

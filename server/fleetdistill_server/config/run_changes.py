@@ -9,9 +9,9 @@ Changes = Mapping[str, tuple[Any, Any]]
 """Maps `section.key` to the values before and after; None for a missing setting."""
 
 
-def changes_between(known: Mapping[str, Any], given: Mapping[str, Any]) -> Changes:
+def changes_between(known: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
     """Returns the settings that differ, by name, with both values."""
-    before, after = _flat(known), _flat(given)
+    before, after = _flat(known), _flat(new)
     keys = sorted(before.keys() | after.keys())
     return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
 

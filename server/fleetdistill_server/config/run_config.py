@@ -92,14 +92,14 @@ class ContractSection(Section):
 
     @field_validator("classes", mode="before")
     @classmethod
-    def _check_classes(cls, given: object) -> object:
-        names = given if isinstance(given, list) and all(isinstance(name, str) for name in given) else []
-        count = given if isinstance(given, int) and not isinstance(given, bool) else len(set(names))
+    def _check_classes(cls, value: object) -> object:
+        names = value if isinstance(value, list) and all(isinstance(name, str) for name in value) else []
+        count = value if isinstance(value, int) and not isinstance(value, bool) else len(set(names))
         if count < 2 or len(set(names)) != len(names):
             raise ValueError("must be a number of classes or a list of distinct names, at least 2")
         if not all(name.isprintable() for name in names):
             raise ValueError("must be names without control characters")
-        return given
+        return value
 
     def class_names(self) -> list[str]:
         """Returns the names in label order; numbers if only a count is given."""
@@ -123,9 +123,9 @@ class ProxySection(Section):
 
     @model_validator(mode="after")
     def _check_complete(self) -> ProxySection:
-        given = {name: bool(getattr(self, name)) for name in ("data", "name", "licence")}
-        if any(given.values()) and not all(given.values()):
-            lacking = ", ".join(name for name, there in given.items() if not there)
+        is_set = {name: bool(getattr(self, name)) for name in ("data", "name", "licence")}
+        if any(is_set.values()) and not all(is_set.values()):
+            lacking = ", ".join(name for name, there in is_set.items() if not there)
             raise ValueError(f"a proxy set needs data, name and licence (such as CC-BY-4.0); missing: {lacking}")
         return self
 
@@ -206,8 +206,8 @@ def check_settings(method: str, settings: Mapping[str, Any]) -> Any:
     _check_names(method, section.model_fields, settings.keys())
     try:
         # In JSON mode, strict validation accepts 1 for a float but not for a bool.
-        given = section.model_validate_json(json.dumps(settings, default=str)).model_dump(exclude_unset=True)
-        return cls.from_settings(given)
+        checked = section.model_validate_json(json.dumps(settings, default=str)).model_dump(exclude_unset=True)
+        return cls.from_settings(checked)
     except ValidationError as error:
         raise ConfigurationError(sentences(error, {"method": list(section.model_fields)}, "method")) from error
     except ConfigurationError as error:

@@ -68,14 +68,14 @@ class ServerSection(Section):
     max_upload_bytes: Annotated[int, Field(ge=1)] = 4 << 30
     torch_device: str = "auto"
     pki: str = ""
-    enrol_listen: Annotated[str, AfterValidator(lambda given: given and _host_and_port(given))] = ""
+    enrol_listen: Annotated[str, AfterValidator(lambda address: address and _host_and_port(address))] = ""
     certificate_days: Annotated[float, Field(gt=0, le=3650)] = 30.0
     compression: Literal["zstd", "none"] = "zstd"
     keep_rounds: Annotated[int, Field(ge=1, lt=2**32)] = 1
     keep_checkpoints: Annotated[int, Field(ge=1, lt=2**32)] = 3
     disk_budget_bytes: Annotated[int, Field(ge=0)] = 0
     keep_free_bytes: Annotated[int, Field(ge=0)] = 100 << 20
-    metrics: Annotated[str, AfterValidator(lambda given: given and _host_and_port(given))] = ""
+    metrics: Annotated[str, AfterValidator(lambda address: address and _host_and_port(address))] = ""
     traces: Literal["off", "otlp"] = "off"
     engines_at_once: Annotated[int, Field(ge=0, le=1024)] = 0
     data_directories: list[str] = ["."]  # noqa: RUF012  (pydantic copies it)

@@ -81,18 +81,18 @@ class CallSpans:
             error = str(raised.code) if isinstance(raised, RefusedError) else type(raised).__name__
             raise
         finally:
-            given = place_in(context.invocation_metadata())
+            place = place_in(context.invocation_metadata())
             with contextlib.suppress(RuntimeError):  # at shutdown the pool no longer exists
-                self._pool.submit(self._record, name, call, given, began, time.time_ns(), error)
+                self._pool.submit(self._record, name, call, place, began, time.time_ns(), error)
 
-    def _record(self, name: str, call: Call, given: Place | None, began: int, ended: int, error: str) -> None:
+    def _record(self, name: str, call: Call, place: Place | None, began: int, ended: int, error: str) -> None:
         ask = self._ask_of(call)
         if self._spans is None or call.identity is None or ask is None:
             return  # not authenticated, or a payload of the contract, which belongs to no round
         ids, step_number = ask
         device = call.identity.device
         of = {"run": ids.run, "round": ids.number, "device": device, "step_number": step_number}
-        below = given.span if given is not None and given.trace == ids.trace else ids.ask(step_number, device)
+        below = place.span if place is not None and place.trace == ids.trace else ids.ask(step_number, device)
         span = self._spans.start(name, self._spans.place(ids, below), began, server=True, fields=of)
         if error:
             fail(span, error)

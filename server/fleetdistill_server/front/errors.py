@@ -40,9 +40,9 @@ async def ended(context: Any, work: Awaitable[T]) -> T:
 def refusing(work: Callable[[U], T]) -> Callable[[U], T]:
     """Returns a function like `work` that raises only errors from the table."""
 
-    def checked(given: U) -> T:
+    def checked(argument: U) -> T:
         try:
-            return work(given)
+            return work(argument)
         except FleetDistillError:
             raise
         except Exception:

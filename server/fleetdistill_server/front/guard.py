@@ -281,9 +281,9 @@ class _Context:
         return getattr(self._context, name)
 
 
-async def _or_abort(context: Any, check: Callable[..., T], *given: Any) -> T:
+async def _or_abort(context: Any, check: Callable[..., T], *arguments: Any) -> T:
     try:
-        return check(*given)
+        return check(*arguments)
     except FleetDistillError as error:
         await abort(context, error)
 

@@ -45,7 +45,8 @@ from fleetdistill_server.views.watch import changes, is_over
 T = TypeVar("T", bound=Message)
 MakeFiles = Callable[[Path], tuple[list[Path], str]]
 """Writes files into a folder; returns them and a report."""
-MAX_ROWS = 1000
+MAX_CHANGES = 1000
+"""Largest number of changes in one response to a call that watches a run."""
 PAGE_BYTES = 1 << 20
 """Largest size of one list with texts in a response; callers accept 4 MiB in total."""
 _FRAME_BYTES = 6  # overhead of a message in a list
@@ -91,7 +92,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         seen: dict[str, TableRow] = {}
         while True:
             new = await in_pool(self._pool, context, partial(self._changes, request.run, seen))
-            for page in pages(map(_change, new), PAGE_BYTES, MAX_ROWS):
+            for page in pages(map(_change, new), PAGE_BYTES, MAX_CHANGES):
                 yield operations_pb2.WatchRunResponse(changes=page)
             if is_over(new):
                 return
@@ -248,11 +249,11 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         if wanted > fit:
             text = f"{wanted} tokens do not fit into one response; request at most {fit} at a time"
             raise RefusedError(Code.BAD_MESSAGE, text)
-        given = (authority, self._enrol_port, request.count, request.expires_seconds, request.run, request.devices)
+        arguments = (authority, self._enrol_port, request.count, request.expires_seconds, request.run, request.devices)
 
         def create(store: Store) -> list[str]:
             with _bad_message():
-                return create_tokens(store, *given)
+                return create_tokens(store, *arguments)
 
         made = self._log.commit(call, create, lambda tokens: Outcome(text=counted(len(tokens), "token")))
         return operations_pb2.CreateTokensResponse(tokens=made)
@@ -262,16 +263,16 @@ def call_of(context: Any, name: str, request: Any = None) -> Call:
     """Returns who makes a call of a method, from where, and with which request."""
     holder = holder_in(context)
     known = isinstance(request, Message)  # an undecodable request has no arguments
-    given = json.loads(MessageToJson(request, preserving_proto_field_name=True)) if known else {}
-    arguments = _created_run(given) | {field: value for field, value in given.items() if field not in _LONG_FIELDS}
+    fields = json.loads(MessageToJson(request, preserving_proto_field_name=True)) if known else {}
+    arguments = _created_run(fields) | {field: value for field, value in fields.items() if field not in _LONG_FIELDS}
     role, who = ("unknown", "") if holder is None else (str(holder.role), holder.name)
     return Call(role, who, name, arguments, str(context.peer()))
 
 
-def _created_run(given: Mapping[str, Any]) -> dict[str, str]:
+def _created_run(fields: Mapping[str, Any]) -> dict[str, str]:
     """Returns the name of the run that a request creates; nothing for other requests, or if it cannot be read."""
     try:
-        return {"run": str(tomllib.loads(given["run_toml"])["run"]["name"])}
+        return {"run": str(tomllib.loads(fields["run_toml"])["run"]["name"])}
     except (KeyError, TypeError, ValueError, RecursionError):  # TOMLDecodeError, or a number of too many digits
         return {}
 
@@ -324,7 +325,7 @@ def parts_of(view: View) -> Iterator[operations_pb2.ReadResponse]:
         yield page
 
 
-def pages(messages: Iterable[T], max_bytes: int, most: int = MAX_ROWS) -> Iterator[list[T]]:
+def pages(messages: Iterable[T], max_bytes: int, most: int = MAX_CHANGES) -> Iterator[list[T]]:
     """Yields the messages in lists of at most `most` messages and `max_bytes` bytes; a larger message is alone."""
     page: list[T] = []
     size = 0

@@ -29,18 +29,18 @@ def main() -> int:
     parser.add_argument("--parent", type=int)
     parser.add_argument("--log-format", choices=list(LogFormat), default=LogFormat.TEXT)
     parser.add_argument("--log-level", choices=list(LogLevel), default=LogLevel.INFO)
-    given = parser.parse_args()
-    configure("front", given.log_format, given.log_level)
+    options = parser.parse_args()
+    configure("front", options.log_format, options.log_level)
     allow_open_files()
-    end_with_parent(given.parent)
+    end_with_parent(options.parent)
     try:
-        config = load_server_config(given.config)
+        config = load_server_config(options.config)
         check_traces(config.server.traces)
     except ConfigurationError as error:
         logger.error("%s", error)
         return EXIT_CONFIGURATION
-    server = config.server.on_ports(given.port, given.enrol_port)
-    return asyncio.run(serve(server, config.limits, given.wakeups, _print_ports))
+    server = config.server.on_ports(options.port, options.enrol_port)
+    return asyncio.run(serve(server, config.limits, options.wakeups, _print_ports))
 
 
 def _print_ports(ports: Ports) -> None:

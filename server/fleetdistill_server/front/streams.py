@@ -120,9 +120,9 @@ class Lane(Generic[T]):
         else:
             self._outcome.set_exception(error)
 
-    def _call(self, function: Callable[..., object], *given: object) -> None:
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed at shutdown
-            self._loop.call_soon_threadsafe(function, *given)
+            self._loop.call_soon_threadsafe(function, *arguments)
 
 
 async def with_progress_deadline(

@@ -63,8 +63,8 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServiceServicer):
 
     def _enrol(self, request: enrolment_pb2.EnrolRequest) -> enrolment_pb2.EnrolResponse:
         self._api.check_token(self._store, request.secret)
-        given = (request.secret, request.device, request.signing_request)
-        certificate = self._commit(lambda store: self._api.enrol(store, *given))
+        arguments = (request.secret, request.device, request.signing_request)
+        certificate = self._commit(lambda store: self._api.enrol(store, *arguments))
         return enrolment_pb2.EnrolResponse(certificate=certificate, authorities=self._authorities())
 
     def _renew(self, request: enrolment_pb2.RenewRequest, holder: Any) -> enrolment_pb2.RenewResponse:

@@ -96,10 +96,10 @@ def _check_shapes(contract: contract_pb2.Contract, profile: contract_pb2.DeviceP
         _mismatch("number of classes", profile.classes, len(contract.classes), contract)
     if list(profile.input_shape) != list(contract.input_shape):
         _mismatch("input shape", list(profile.input_shape), list(contract.input_shape), contract)
-    given = {column.name: list(column.shape) for column in profile.features}
+    shapes = {column.name: list(column.shape) for column in profile.features}
     methods_advice = {item.column: item.text for item in contract.requirements.advice}
     for column in contract.features:
-        has = given.get(column.name, "no such cut")
+        has = shapes.get(column.name, "no such cut")
         if has != list(column.shape):
             usual = f"use a device model whose features at {column.name!r} have this shape"
             advice = methods_advice.get(column.name, usual)

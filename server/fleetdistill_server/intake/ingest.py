@@ -178,15 +178,15 @@ class Ingest:
             raise self._refuse(Code.BAD_MESSAGE, str(error)) from error
 
     def _check_kinds(self, expects: Mapping[str, str]) -> None:
-        given = {part.name: part.WhichOneof("kind") for part in self.header.parts.parts}
-        if len(given) != len(self.header.parts.parts):
+        kinds = {part.name: part.WhichOneof("kind") for part in self.header.parts.parts}
+        if len(kinds) != len(self.header.parts.parts):
             raise self._refuse(Code.BAD_MESSAGE, "two parts have the same name")
         wanted = {name: kind for name, kind in expects.items() if kind != TENSOR}
-        if "metrics" in given:
+        if "metrics" in kinds:
             wanted.setdefault("metrics", "metrics")
-        if given != wanted:
+        if kinds != wanted:
             raise self._refuse(
-                Code.BAD_MESSAGE, f"the answer has parts {_list_names(given)}, expected {_list_names(wanted)}"
+                Code.BAD_MESSAGE, f"the answer has parts {_list_names(kinds)}, expected {_list_names(wanted)}"
             )
 
     def _check_slot(self, slot: Slot) -> None:

@@ -259,17 +259,17 @@ class Uploads:
         return self._store.deletions.count()
 
     def accept(
-        self, run: str, ask: Ask, header: service_pb2.UploadHeader, counted: Counted, deletions: int
+        self, run: str, ask: Ask, header: service_pb2.UploadHeader, byte_counts: Counted, deletions: int
     ) -> service_pb2.Receipt:
         """Commits an answer whose payload is durable; returns the receipt, which exists only after the commit.
 
         Raises:
             RefusedError: The ask no longer accepts answers, or the payload was deleted since `deletions` was read.
         """
-        upload = self._commit(partial(_record, run, ask, header, counted, deletions))
+        upload = self._commit(partial(_record, run, ask, header, byte_counts, deletions))
         if upload is None:
             _drop_if_to_forget(run, ask.device, identity(header.payload), self._commit)
-            received = header.payload.ByteSize() + counted.sent.total()
+            received = header.payload.ByteSize() + byte_counts.sent.total()
             raise self.refuse(run, ask, _closed(self._store.asks.get(*_name_of(run, ask))), received)
         failpoints.hit("front.receipt.before-send")
         self._wake_engine()
@@ -358,14 +358,14 @@ class UploadSession:
         self._ingest = ingest
         self._staging = staging
         self._abandoned = False
-        self._counted = Counted()
+        self._byte_counts = Counted()
 
     def start(self, checked: Ingest | None) -> None:
         """Continues from the staged bytes; `checked` is an earlier stream's check of them, or None."""
         with self._end_on_error():
             held = self._ingest.start(self._staging, checked)
             # Bytes from earlier streams count with their uncompressed size.
-            self._counted = Counted(tensor_bytes(self._ingest.slots), tensor_bytes(self._ingest.slots, held))
+            self._byte_counts = Counted(tensor_bytes(self._ingest.slots), tensor_bytes(self._ingest.slots, held))
             if held != self._header.first_byte:
                 text = f"device {self._stream.ask.device}: the upload continues at byte {self._header.first_byte}"
                 raise RefusedError(
@@ -388,7 +388,7 @@ class UploadSession:
             self._assert_open()
             with self._end_on_error(chunk):
                 sent = self._ingest.feed(chunk)
-            self._counted.sent[self._ingest.slots[chunk.tensor].kind] += sent
+            self._byte_counts.sent[self._ingest.slots[chunk.tensor].kind] += sent
 
     def take(self, payload: Payload) -> service_pb2.Receipt:
         """Receives a whole payload, which was encoded in this process, and commits the answer; returns the receipt.
@@ -402,7 +402,7 @@ class UploadSession:
                 if payload.digest != identity(self._header.payload):
                     raise RefusedError(Code.CHECKSUM, "the digest of the payload does not match the header")
                 self._ingest.check(payload.source)
-            self._counted = counted(payload, self._uploads.compression)
+            self._byte_counts = counted(payload, self._uploads.compression)
         return self._commit(partial(self._uploads.put, payload))
 
     def finish(self) -> service_pb2.Receipt:
@@ -411,25 +411,25 @@ class UploadSession:
         Raises:
             RefusedError: The payload is invalid or incomplete, or the ask no longer accepts answers.
         """
-        return self._commit(self._store)
+        return self._commit(self._finish_staging)
 
-    def _commit(self, store: Callable[[], None]) -> service_pb2.Receipt:
+    def _commit(self, make_durable: Callable[[], None]) -> service_pb2.Receipt:
         with self._stream.lock:
             self._assert_open()
             with self._end_on_error():
                 self._uploads.check_open(self._run, self._stream.ask)
                 deletions = self._uploads.deletions()
-                store()
+                make_durable()
             self._abandoned = True
             self._staging.close()
         self._uploads.forget(self._stream)
         ask = self._stream.ask
-        receipt = self._uploads.accept(self._run, ask, self._header, self._counted, deletions)
+        receipt = self._uploads.accept(self._run, ask, self._header, self._byte_counts, deletions)
         of = {"round": ask.round, "device": ask.device, "ask": ask.id}
         logger.debug("step %r is answered", ask.step, extra=about(run=self._run, **of))
         return receipt
 
-    def _store(self) -> None:
+    def _finish_staging(self) -> None:
         self._ingest.finish()
         self._staging.commit(identity(self._header.payload))
         self._stream.stored = self._header.payload.data_bytes
@@ -459,7 +459,7 @@ class UploadSession:
         except RefusedError as refusal:
             keep = refusal.code in RESUMABLE
             received = len(chunk.data) if chunk is not None else 0
-            received += 0 if keep else self._header.payload.ByteSize() + (self._counted.sent.total() or self.held)
+            received += 0 if keep else self._header.payload.ByteSize() + (self._byte_counts.sent.total() or self.held)
             self._end(keep=keep)
             raise self._uploads.refuse(self._run, self._stream.ask, refusal, received) from refusal
         except BaseException:
@@ -512,7 +512,7 @@ class RepeatedUpload:
 
 
 def _record(
-    run: str, ask: Ask, header: service_pb2.UploadHeader, counted: Counted, deletions: int, store: Store
+    run: str, ask: Ask, header: service_pb2.UploadHeader, byte_counts: Counted, deletions: int, store: Store
 ) -> Upload | None:
     """Records an answer and its traffic; returns the answer, or None if the ask no longer accepts answers.
 
@@ -527,7 +527,7 @@ def _record(
         raise RefusedError(Code.INCOMPLETE, f"device {device}: the payload is missing; send it again")
     upload = store.asks.accept_upload(ask.id, header.name.attempt, digest, payload.data_bytes, header.samples)
     if upload is not None and first:
-        store.history.add_traffic(run, ask.round, device, "up", counted, payload.ByteSize())
+        store.history.add_traffic(run, ask.round, device, "up", byte_counts, payload.ByteSize())
         store.database.after_commit(store.database.meter.acknowledged)
         for part in payload.parts.parts:
             if part.WhichOneof("kind") == "metrics":

@@ -140,9 +140,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ca", type=Path, metavar="FILE", help="the server's ca.pem, for its enrolment port")
     parser.add_argument("--identity", type=Path, metavar="DIR", help="directory with your identity, for its main port")
     parser.add_argument("--service", default="", metavar="NAME", help="service to ask for, such as fleetdistill.engine")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        print(given.server, check_health(given.server, ca=given.ca, identity=given.identity, service=given.service))
+        print(
+            options.server,
+            check_health(options.server, ca=options.ca, identity=options.identity, service=options.service),
+        )
     except FleetDistillError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1

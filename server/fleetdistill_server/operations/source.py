@@ -365,8 +365,8 @@ class LocalStore(Source):
         """Creates and returns enrolment tokens. Raises ConfigurationError without a PKI."""
         if self._pki is None:
             raise ConfigurationError("tokens need a PKI; create one with `fleetdistill pki init` and set --pki")
-        given = (enrol_port_for_tokens(self._directory), count, seconds, run, devices)
-        return create_logged_tokens(self._store, Authority(self._pki), *given)
+        arguments = (enrol_port_for_tokens(self._directory), count, seconds, run, devices)
+        return create_logged_tokens(self._store, Authority(self._pki), *arguments)
 
 
 def create_here(directory: Path, run: NewRun) -> RunState:

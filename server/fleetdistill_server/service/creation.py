@@ -73,9 +73,9 @@ def create_checked(
     command = [sys.executable, "-m", "fleetdistill_server.engine.creation", str(directory), str(os.getpid())]
     ended = ended or threading.Event()
     # a date in TOML is no valid setting anyway
-    given = json.dumps({"run": asdict(run), "call": asdict(call), "memory": max_memory_bytes}, default=str)
+    request = json.dumps({"run": asdict(run), "call": asdict(call), "memory": max_memory_bytes}, default=str)
     try:
-        done = run_child(command, given, CREATION_SECONDS, ended)
+        done = run_child(command, request, CREATION_SECONDS, ended)
     except TimeoutError as error:
         if ended.is_set():
             raise RunError("the call ended before the run was checked, so it was not created") from error

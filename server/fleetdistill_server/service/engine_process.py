@@ -235,9 +235,9 @@ class EngineProcess:
     def _write_config(self) -> dict[str, Any]:
         """Writes the configuration for the engine's process, readable only by its owner."""
         setup = self._store.run_control.setup(self.run) or {}
-        given = self._config.server.model_dump()
+        settings = self._config.server.model_dump()
         own = setup.get("server", {})
-        server = {**given, **{name: own[name] for name in OF_A_RUN if name in own}}
+        server = {**settings, **{name: own[name] for name in OF_A_RUN if name in own}}
         merged = {**setup, "server": server, "limits": self._config.limits.model_dump()}
         with disk_errors(f"writing {self._directory}"):
             self._directory.mkdir(parents=True, exist_ok=True)

@@ -90,13 +90,13 @@ def child_environment() -> dict[str, str]:
 
 
 def run_child(
-    command: Sequence[str], given: str, seconds: float, ended: threading.Event
+    command: Sequence[str], text: str, seconds: float, ended: threading.Event
 ) -> subprocess.CompletedProcess[str]:
     """Runs a process of this package until it has exited, and kills it if it takes too long or is no longer wanted.
 
     Args:
         command: The command.
-        given: Text for its standard input.
+        text: Text for its standard input.
         seconds: Time limit.
         ended: Set by another thread once nobody waits for the result; the process is killed within a second.
 
@@ -111,7 +111,7 @@ def run_child(
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
-        rest: str | None = given
+        rest: str | None = text
         while True:
             try:
                 printed, _ = process.communicate(rest, _LOOK_SECONDS)

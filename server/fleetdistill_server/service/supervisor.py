@@ -309,11 +309,11 @@ class CallLog:
 def _log(call: OperatorCall) -> None:
     where = "" if call.role == LOCAL else f" from {call.address}"
     caller = f"{caller_in_words(call.role, call.name)}{where}"
-    given = _arguments(call)
-    whom = "".join(f" {given[name]}" for name in _WHOM if given.get(name))
+    arguments = _arguments(call)
+    whom = "".join(f" {arguments[name]}" for name in _WHOM if arguments.get(name))
     text = f"{caller}: {call.call}{whom}: {call.result}"
     level = logging.WARNING if call.is_refused else logging.INFO
-    call_logger.log(level, "%s", text, extra=about(run=given.get("run")))
+    call_logger.log(level, "%s", text, extra=about(run=arguments.get("run")))
 
 
 def _arguments(call: OperatorCall) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class MemoryServer:
 
     def __init__(self, settings: Mapping[str, Mapping[str, Any]], clock: Clock | None = None) -> None:
         sections = {**_USUAL, **settings}
-        self._config = run_config({name: {**_USUAL.get(name, {}), **given} for name, given in sections.items()})
+        self._config = run_config({name: {**_USUAL.get(name, {}), **section} for name, section in sections.items()})
         self.store = Store.in_memory()
         if clock is not None:
             self.store.asks.clock = StoreClock(clock.now, clock.now)

@@ -37,7 +37,7 @@ _EXPORTERS = {
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 }
 _SETTING, _EXTRA = "[server] traces", "'fleetdistill[otel]'"
-_GIVEN: ContextVar[tuple[int, int]] = ContextVar("fleetdistill_span_ids", default=(0, 0))
+_NEXT_IDS: ContextVar[tuple[int, int]] = ContextVar("fleetdistill_span_ids", default=(0, 0))
 
 
 def open_spans(traces: str, process: str) -> Spans | None:
@@ -63,11 +63,11 @@ class Spans:
 
     Args:
         provider: Provider of the tracer.
-        given: Variable of the ids that the provider gives to the next span.
+        next_ids: Variable of the ids that the provider gives to the next span.
     """
 
-    def __init__(self, provider: TracerProvider, given: ContextVar[tuple[int, int]]) -> None:
-        self._provider, self._given = provider, given
+    def __init__(self, provider: TracerProvider, next_ids: ContextVar[tuple[int, int]]) -> None:
+        self._provider, self._next_ids = provider, next_ids
         self._tracer = provider.get_tracer("fleetdistill")
         self._created: dict[str, float] = {}  # when each run was created, for the log
 
@@ -114,14 +114,14 @@ class Spans:
         """
         from opentelemetry.trace import SpanKind
 
-        token = self._given.set(own)
+        token = self._next_ids.set(own)
         try:
             kind = SpanKind.SERVER if server else SpanKind.INTERNAL
             return self._tracer.start_span(
                 name, context=context_of(parent), kind=kind, start_time=began, attributes=attributes(fields)
             )
         finally:
-            self._given.reset(token)
+            self._next_ids.reset(token)
 
     def close(self) -> None:
         """Exports the remaining spans, within a time limit."""
@@ -196,10 +196,10 @@ def make_provider(process: str) -> tuple[TracerProvider, ContextVar[tuple[int, i
         """Gives the next span the ids that the caller chose."""
 
         def generate_span_id(self) -> int:
-            return _GIVEN.get()[1] or super().generate_span_id()
+            return _NEXT_IDS.get()[1] or super().generate_span_id()
 
         def generate_trace_id(self) -> int:
-            return _GIVEN.get()[0] or super().generate_trace_id()
+            return _NEXT_IDS.get()[0] or super().generate_trace_id()
 
     try:
         exporter = _exporter()
@@ -213,7 +213,7 @@ def make_provider(process: str) -> tuple[TracerProvider, ContextVar[tuple[int, i
         provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=size))
     except ValueError as error:
         raise ConfigurationError(f"an environment variable OTEL_* has an invalid value: {error}") from error
-    return provider, _GIVEN
+    return provider, _NEXT_IDS
 
 
 def check_traces(traces: str) -> None:
