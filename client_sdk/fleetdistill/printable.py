@@ -25,9 +25,6 @@ class PrintableRecords(logging.Filter):
         """Escapes the record in place and returns True."""
         record.msg, record.args = printable(record.getMessage()), ()
         if record.exc_info and record.exc_info[1] is not None:
-            record.exc_text = "\n".join(f"    {printable(line)}" for line in _lines(record.exc_info[1]))
+            lines = "".join(traceback.format_exception(record.exc_info[1])).rstrip("\n").split("\n")
+            record.exc_text = "\n".join(f"    {printable(line)}" for line in lines)
         return True
-
-
-def _lines(error: BaseException) -> list[str]:
-    return "".join(traceback.format_exception(error)).rstrip("\n").split("\n")

@@ -46,6 +46,7 @@ YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmat
 runs_app = typer.Typer(help="Inspects and manages runs.", no_args_is_help=True)
 
 
+@runs_app.command("create")
 @report_errors
 def runs_create(
     config: Annotated[Path, typer.Argument(help="Path of run.toml.")],
@@ -84,6 +85,7 @@ def runs_create(
             _warn(source, DEFAULT_STORE, name)
 
 
+@runs_app.command("clone")
 @report_errors
 def runs_clone(
     run: RunArgument,
@@ -147,9 +149,7 @@ def _naming(config: Path) -> Iterator[None]:
         raise ConfigurationError(f"{config}: {error}") from error
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "create": runs_create,
-    "clone": runs_clone,
+_CHANGES = {
     "start": _change_command(
         RunStatus.RUNNING,
         """Starts a run that was created, paused or stopped, or failed. Example: fleetdistill runs start digits
@@ -180,8 +180,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
         """,
     ),
 }
-"""The commands of this module, by name."""
-for _name, _command in COMMANDS.items():
+for _name, _command in _CHANGES.items():
     runs_app.command(_name)(_command)
 
 

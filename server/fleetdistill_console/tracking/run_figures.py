@@ -44,7 +44,7 @@ def points_since(store: Store, run: str, after: int) -> list[RoundPoint]:
         after: Number of a round; 0 for all rounds.
     """
     return [
-        RoundPoint(figures.round.number, figures.round.ended_at, _finite(_values(figures)))
+        RoundPoint(figures.round.number, figures.round.ended_at, _values(figures))
         for figures in round_figures(store.database, run, after + 1)
         if figures.round.status in (RoundStatus.CLOSED, RoundStatus.SHORT) and figures.round.ended_at is not None
     ]
@@ -64,7 +64,8 @@ def _values(figures: RoundFigures) -> dict[str, float]:
         "bytes/up": figures.bytes_up,
         "bytes/down": figures.bytes_down,
     }
-    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+    numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
 
 
 def _device_figures(reported: Mapping[tuple[str, str], Reported]) -> Iterator[tuple[str, float]]:
@@ -80,10 +81,6 @@ def _device_figures(reported: Mapping[tuple[str, str], Reported]) -> Iterator[tu
 def _plain(name: str) -> str:
     """Returns a name with the characters that every tracker accepts."""
     return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:_MAX_CHARACTERS]
-
-
-def _finite(values: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def mean_of(rates: Iterable[float | None]) -> float | None:

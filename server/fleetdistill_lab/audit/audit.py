@@ -115,7 +115,9 @@ class AuditReport:
     def worst(self) -> Linkage | None:
         """Result of the attack with the largest `linked`; None if no part can be tested for single rows."""
         return max(
-            (attack for attacks in self.parts.values() for attack in attacks.values()), key=_linked, default=None
+            (attack for attacks in self.parts.values() for attack in attacks.values()),
+            key=lambda one: (one.linked, one.auc),
+            default=None,
         )
 
     @property
@@ -150,10 +152,6 @@ def bound(chance: float, mu: float) -> float:
     """
     normal = NormalDist()
     return normal.cdf(normal.inv_cdf(chance) + mu)
-
-
-def _linked(found: Linkage) -> tuple[float, float]:
-    return found.linked, found.auc
 
 
 @dataclass(frozen=True)

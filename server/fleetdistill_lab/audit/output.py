@@ -31,7 +31,7 @@ def tables(shown: View) -> list[Table | str]:
     """Returns the table of an audit's parts, and the lines that explain it."""
     facts, rows = shown.facts, shown.lists["parts"]
     table = Table(title=_title(facts), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("part", "attack", f"linked (of {_among(facts):,})", "95 %", "auc", "tpr1"):
+    for name in ("part", "attack", f"linked (of {facts['decoys'] + 1:,})", "95 %", "auc", "tpr1"):
         table.add_column(name, justify="left" if name in ("part", "attack") else "right")
     for row in rows:
         table.add_row(row["part"], *_cells(row))
@@ -53,12 +53,12 @@ def view(report: AuditReport, pictures: Sequence[Pictures] | None = None) -> Vie
     facts["smallest_batch"] = report.smallest_batch
     worst = report.worst
     facts |= {"linked": None if worst is None else worst.linked, "bound": report.bound, "chance": report.chance}
-    made = {} if pictures is None else {"pictures": [_picture_row(picture) for picture in pictures]}
-    return View({"parts": parts, **made}, facts)
-
-
-def _picture_row(found: Pictures) -> dict[str, Any]:
-    return {"part": found.part, "source": found.source, "pictures": len(found.pictures), **found.figures()}
+    lists = {"parts": parts}
+    if pictures is not None:
+        lists["pictures"] = [
+            {"part": one.part, "source": one.source, "pictures": len(one.pictures), **one.figures()} for one in pictures
+        ]
+    return View(lists, facts)
 
 
 def write_json(shown: View, out: Path) -> Path:
@@ -118,10 +118,6 @@ def _title(facts: dict[str, Any]) -> str:
         f"{facts['method']} on {facts['public_set']}: {facts['devices']} devices, {facts['trained_rows']:,} rows, "
         f"{facts['rounds']} {'round' if facts['rounds'] == 1 else 'rounds'}"
     )
-
-
-def _among(facts: dict[str, Any]) -> int:
-    return int(facts["decoys"]) + 1
 
 
 def _meaning(facts: dict[str, Any]) -> str:

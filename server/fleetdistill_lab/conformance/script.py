@@ -65,6 +65,10 @@ SCENES = (
 
 def contract() -> contract_pb2.Contract:
     """Returns the contract: FedAvg with a linear model of 4 inputs and 3 classes."""
+    tensors = [
+        contract_pb2.NamedShape(name=f"parameters/{name}", shape=shape, element_type=_FLOAT32)
+        for name, shape in SHAPES.items()
+    ]
     return contract_pb2.Contract(
         run=RUN,
         method="fedavg",
@@ -77,7 +81,7 @@ def contract() -> contract_pb2.Contract:
         rounds=len(SCENES) - 1,
         threads=1,
         max_upload_bytes=1 << 20,
-        uploads=[contract_pb2.PartShapes(part="parameters", tensors=list(map(_named, SHAPES)))],
+        uploads=[contract_pb2.PartShapes(part="parameters", tensors=tensors)],
     )
 
 
@@ -94,10 +98,6 @@ def payload(number: int) -> Payload:
     return payload_of(
         ModelParameters(parameters={name: np.full(shape, count / 64, np.float32) for name, shape in SHAPES.items()})
     )
-
-
-def _named(name: str) -> contract_pb2.NamedShape:
-    return contract_pb2.NamedShape(name=f"parameters/{name}", shape=SHAPES[name], element_type=_FLOAT32)
 
 
 def _plan() -> knowledge_pb2.Plan:

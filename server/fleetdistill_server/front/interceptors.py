@@ -24,7 +24,8 @@ from fleetdistill_server.store.meter import Meter
 _NO_MESSAGE = object()
 _SENTENCE = "the request is not a message of this protocol"
 _OK, _BROKEN = "ok", "broken"
-_UPLOAD = "/fleetdistill.wire.v1.DeviceService/Upload"
+_DEVICE = "/fleetdistill.wire.v1.DeviceService/"
+_UPLOAD, _DOWNLOAD = f"{_DEVICE}Upload", f"{_DEVICE}Download"
 
 
 class RefuseUndecodable(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -37,7 +38,7 @@ class RefuseUndecodable(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def _guard(handler: Any) -> Any:
-    name = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
+    name = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
     behaviour = getattr(handler, name)
     # A handler that streams with context.write, such as the health service's, is awaited like a unary one.
     make = _stream_answer if inspect.isasyncgenfunction(behaviour) else _one_answer
@@ -97,9 +98,6 @@ async def _refuse(context: Any) -> NoReturn:
     await abort(context, RefusedError(Code.BAD_MESSAGE, _SENTENCE))
 
 
-_DEVICE = "/fleetdistill.wire.v1.DeviceService/"
-
-
 class RawChunks(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Passes the chunks of `Upload` and `Download` without copying their data through protobuf messages.
 
@@ -108,9 +106,9 @@ class RawChunks(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call_details: Any) -> Any:
         handler = await continuation(call_details)
-        if call_details.method == f"{_DEVICE}Upload":
+        if call_details.method == _UPLOAD:
             return handler._replace(request_deserializer=partial(unframe, kind=service_pb2.UploadRequest))
-        return handler._replace(response_serializer=None) if call_details.method == f"{_DEVICE}Download" else handler
+        return handler._replace(response_serializer=None) if call_details.method == _DOWNLOAD else handler
 
 
 class MeasuredCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no annotations

@@ -124,8 +124,10 @@ class Spans:
             self._next_ids.reset(token)
 
     def close(self) -> None:
-        """Exports the remaining spans, within a time limit."""
-        close(self._provider)
+        """Exports the remaining spans, and gives up after `CLOSE_SECONDS`."""
+        closing = threading.Thread(target=self._provider.shutdown, name="close-tracing", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
 
 
 def attributes(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,13 +223,6 @@ def check_traces(traces: str) -> None:
     if traces != "off":
         _check_endpoint()
         _exporter().shutdown()
-
-
-def close(provider: TracerProvider) -> None:
-    """Exports the remaining spans, and gives up after `CLOSE_SECONDS`."""
-    closing = threading.Thread(target=provider.shutdown, name="close-tracing", daemon=True)
-    closing.start()
-    closing.join(CLOSE_SECONDS)
 
 
 def _exporter() -> Any:

@@ -10,7 +10,7 @@ from fleetdistill_server.config.server_config import ServerSection, load_server_
 from fleetdistill_server.service.engine_files import engine_directory
 from fleetdistill_server.service.heartbeat import SILENT_SECONDS, HeartbeatMonitor
 from fleetdistill_server.service.process_state import ENGINE, ProcessState, read_processes
-from fleetdistill_server.service.serve_lock import SERVED_FILE, Serving, serving
+from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.service.served import queue_of
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.disk_space import bytes_under
@@ -91,7 +91,10 @@ class EngineHealth:
             StoreError: The store could not be read.
         """
         served_now = serving(self._directory)
-        names = self._store.runs.names() if served_now is None else self._have_turns(served_now)
+        if served_now is None:
+            names = self._store.runs.names()
+        else:
+            names = list(queue_of(served_now, self._store))[: served_now.engines]  # those that have their turn
         self._beats = {
             run: self._beats.get(run) or HeartbeatMonitor(engine_directory(self._directory, run)) for run in names
         }
@@ -105,9 +108,6 @@ class EngineHealth:
             text for process in read_processes(self._directory) if process.name == ENGINE for text in process.problems()
         ]
         return list(dict.fromkeys([*listed, *(_problem(run, beats.hangs) for run, beats in bad.items())]))
-
-    def _have_turns(self, found: Serving) -> list[str]:
-        return list(queue_of(found, self._store))[: found.engines]
 
 
 def _limit(beats: HeartbeatMonitor) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 from nicegui import ui
@@ -84,7 +83,7 @@ def embedding(server: str, run: str, about: dict[str, Any], needs: dict[str, Any
     """
     contract = needs["contract"]
     shape = contract["input_shape"]
-    classes = len(contract["classes"])
+    size, classes = "×".join(map(str, shape)), len(contract["classes"])
     columns = dict.fromkeys([*contract["columns"], *_SHOWN])
     where = [json.dumps(server), f"run={json.dumps(run)}"]
     where += ["enrolment=token"] if about["tls"] else []
@@ -92,7 +91,7 @@ def embedding(server: str, run: str, about: dict[str, Any], needs: dict[str, Any
     lines = [
         "from fleetdistill import Device, Server",
         "",
-        f"# make_model: a function that returns a PyTorch module for inputs {_shape(shape)} and {classes} classes",
+        f"# make_model: a function that returns a PyTorch module for inputs {size} and {classes} classes",
         f"# images: float32 array [N, {', '.join(map(str, shape))}]",
         f"# labels: integers [N] from 0 to {max(classes - 1, 0)}",
         "with Device(",
@@ -103,7 +102,3 @@ def embedding(server: str, run: str, about: dict[str, Any], needs: dict[str, Any
         f"    allow={json.dumps(list(columns))},",
     ]
     return "\n".join([*lines, ") as device:", "    device.run()"])
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return "×".join(map(str, shape))
