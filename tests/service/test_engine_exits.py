@@ -22,7 +22,7 @@ from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.engine import engine, process
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.service import engine_process, run_changes
-from fleetdistill_server.service.engine_process import MAX_FAILURES, MAX_KILLS, Restarts, Slot
+from fleetdistill_server.service.engine_process import MAX_FAILURES, MAX_KILLS, EngineSlot, Restarts
 from fleetdistill_server.service.process_state import ProcessState
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE, EXIT_STORE_AWAY
 from fleetdistill_server.service.reconciliation import Reconciliation
@@ -203,7 +203,7 @@ def service(config: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     seconds, failed = Seconds(time.monotonic()), list[tuple[str, str]]()
     settings = ServerConfig(server=loaded.server)
     told = lambda run, reason: failed.append((run, reason))  # noqa: E731
-    start = lambda: Reconciliation(store, settings, [Slot(Ends())], "", None, [], told)  # noqa: E731
+    start = lambda: Reconciliation(store, settings, [EngineSlot(Ends())], "", None, [], told)  # noqa: E731
     made = Service(start, start(), store, seconds, failed)
     monkeypatch.setattr(engine_process, "Child", lambda *_: made.child)
     monkeypatch.setattr(engine_process.time, "monotonic", seconds)  # type: ignore[attr-defined]

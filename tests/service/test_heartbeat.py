@@ -27,7 +27,7 @@ from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.service import engine_process, front_process, serve_lock
 from fleetdistill_server.service.engine_files import engine_directory
-from fleetdistill_server.service.engine_process import EngineProcess, Slot
+from fleetdistill_server.service.engine_process import EngineProcess, EngineSlot
 from fleetdistill_server.service.front_process import FrontProcess
 from fleetdistill_server.service.heartbeat import FILE, FRONT_FILE, HeartbeatMonitor, clear_heartbeat, start_heartbeat
 from fleetdistill_server.service.process_state import ENGINE as ENGINE_PROCESS
@@ -156,7 +156,7 @@ def hung(store: Store, tmp_path: Path, seconds: Seconds, monkeypatch: pytest.Mon
     token = store.run_control.assign(RUN)
     assert token is not None
     config = ServerConfig(server=load_run_config(write_config(tmp_path)).server)
-    return EngineProcess(RUN, token, store, config, Slot(Ends()), None), child
+    return EngineProcess(RUN, token, store, config, EngineSlot(Ends()), None), child
 
 
 def look(engine: EngineProcess, seconds: Seconds, times: int) -> None:

@@ -22,7 +22,7 @@ from support.serving import ENGINE, FRONT, call, serve, write_config
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
 from fleetdistill_server.service import engine_process, run_changes, serve_lock
-from fleetdistill_server.service.engine_process import Slot, engines_at_once, make_slots, visible_gpus
+from fleetdistill_server.service.engine_process import EngineSlot, engines_at_once, make_slots, visible_gpus
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION
 from fleetdistill_server.service.reconciliation import Reconciliation
 from fleetdistill_server.service.run_changes import delete
@@ -96,7 +96,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service
     monkeypatch.setattr(engine_process, "Child", child)
     config = ServerConfig(server=ServerSection(store=str(directory)))
     told = lambda run, reason: failed.append((run, reason))  # noqa: E731
-    engines = Reconciliation(store, config, [Slot(Ends()), Slot(Ends())], "", None, [], told)
+    engines = Reconciliation(store, config, [EngineSlot(Ends()), EngineSlot(Ends())], "", None, [], told)
     with serve_lock.take(directory, "", 2):
         yield Service(directory, store, engines, made, failed)
     store.close()

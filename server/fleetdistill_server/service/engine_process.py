@@ -117,7 +117,7 @@ class Restarts:
 
 
 @dataclass(frozen=True)
-class Slot:
+class EngineSlot:
     """The place of one engine.
 
     Attributes:
@@ -133,12 +133,12 @@ class Slot:
         return {_VISIBLE: self.gpu} if self.gpu else {}
 
 
-def make_slots(ends: Sequence[Ends]) -> list[Slot]:
+def make_slots(ends: Sequence[Ends]) -> list[EngineSlot]:
     """Returns one place for each of the ends; the engines share the GPUs equally if there are several of each."""
     gpus = visible_gpus()
     if len(ends) == 1 or len(gpus) < 2:
-        return [Slot(end) for end in ends]
-    return [Slot(one, gpus[number % len(gpus)]) for number, one in enumerate(ends)]
+        return [EngineSlot(end) for end in ends]
+    return [EngineSlot(one, gpus[number % len(gpus)]) for number, one in enumerate(ends)]
 
 
 def engines_at_once(setting: int) -> int:
@@ -173,7 +173,14 @@ class EngineProcess:
     """
 
     def __init__(
-        self, run: str, token: str, store: Store, config: ServerConfig, slot: Slot, log: Path | None, *options: str
+        self,
+        run: str,
+        token: str,
+        store: Store,
+        config: ServerConfig,
+        slot: EngineSlot,
+        log: Path | None,
+        *options: str,
     ) -> None:
         self.run = run
         self.token = token

@@ -16,7 +16,7 @@ from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.event_kinds import ENGINE_RESTARTED
 from fleetdistill_server.logs import about
 from fleetdistill_server.service.engine_files import delete_engine_files
-from fleetdistill_server.service.engine_process import EngineProcess, Slot
+from fleetdistill_server.service.engine_process import EngineProcess, EngineSlot
 from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.store import Store
 
@@ -43,7 +43,7 @@ class Reconciliation:
         self,
         store: Store,
         config: ServerConfig,
-        slots: Sequence[Slot],
+        slots: Sequence[EngineSlot],
         run: str,
         log: Path | None,
         options: Sequence[str],
