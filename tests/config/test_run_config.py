@@ -288,6 +288,8 @@ def test_no_value_of_any_setting_brings_a_sentence_of_pydantics(
         ("run", "seed", 2**63, "must be below 9223372036854775808"),
         ("run", "min_devices", 0, "must be at least 1"),
         ("run", "threads", 0, "must be at least 1"),
+        ("evaluation", "every", 0, "must be at least 1"),
+        ("evaluation", "every", 2**32, "must be below 4294967296"),
         ("run", "quorum", 0, "must be above 0"),
         ("run", "quorum", 1.1, "must be at most 1.0"),
         ("run", "deadline_seconds", 0, "must be above 0"),

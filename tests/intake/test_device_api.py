@@ -9,7 +9,9 @@ import pytest
 from intake.device_api_fleet import RUN, Fleet, silence
 from support.wire_samples import (
     i32,
+    make_identity,
     make_payload,
+    make_profile,
 )
 
 from fleetdistill.errors import RefusedError, StoreError
@@ -302,3 +304,36 @@ def test_log_lines_of_events_about_an_ask_have_its_id(fleet: Fleet, caplog: pyte
     records = [record for record in caplog.records if record.name == "fleetdistill.server.events"]
     told = [tuple(getattr(record, f"about_{name}") for name in ("event", "round", "ask")) for record in records]
     assert told == [("declined", 1, 1), ("refused", 1, 2), ("late", 1, 3)]
+
+
+# --- devices registered together
+
+
+def test_registered_devices_are_asked_and_known_by_their_secrets(fleet: Fleet) -> None:
+    secrets = {f"d{number}": bytes([number]) * 32 for number in (1, 2, 3)}
+    fleet.api.register(RUN, [(device, secret, make_profile()) for device, secret in secrets.items()])
+    assert fleet.wakes == 1
+    rows = {row.id: row for row in fleet.store.devices.all(RUN)}
+    assert rows.keys() == secrets.keys()
+    assert {row.profile for row in rows.values()} == {make_profile().SerializeToString()}
+    fleet.ask("d1", "d2")
+    for device in ("d1", "d2"):
+        response = fleet.api.next_ask(make_identity(device, secrets[device]))
+        assert response is not None
+        assert response.ask.step == "train"
+    before = fleet.store.devices.get(RUN, "d3")
+    assert before is not None
+    assert fleet.check_in("d3", secrets["d3"]).secret in (b"", secrets["d3"])
+    after = fleet.store.devices.get(RUN, "d3")
+    assert after is not None
+    assert (after.secret_hash, after.profile) == (before.secret_hash, before.profile)
+    with pytest.raises(RefusedError):
+        fleet.check_in("d2", b"x" * 32)
+
+
+def test_one_profile_that_does_not_fit_registers_none(fleet: Fleet) -> None:
+    other = make_profile()
+    other.classes += 1
+    with pytest.raises(RefusedError):
+        fleet.api.register(RUN, [("d1", b"1" * 32, make_profile()), ("d2", b"2" * 32, other)])
+    assert fleet.store.devices.all(RUN) == []

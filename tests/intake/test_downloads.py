@@ -107,6 +107,34 @@ def test_a_download_goes_on_at_any_byte_and_counts_what_it_sends(fleet: Fleet, f
     assert row.envelope_bytes == payload.header().ByteSize()
 
 
+def test_counted_downloads_are_those_of_devices_that_fetch(store: Store) -> None:
+    """The payloads of the contract and of the ask, once each, though an ask may name one of the contract."""
+    initial, payload = make_payload(2), make_payload()
+    for item in (initial, payload):
+        store.blobs.put(item)
+    fleet = Fleet(store, initial_weights=initial.sha256)
+    fetching = fleet.join("d1")
+    fleet.join("d2")
+    fleet.ask("d1", "d2", payload=payload)
+    for item in (initial, payload):
+        fetch(fleet, fetching, item.sha256)
+    ask = store.asks.get(RUN, 1, 1, "d2")
+    assert ask is not None
+    fleet.api.downloads.count(RUN, [ask])
+    counts = {
+        row.device: (row.direction, row.payloads, row.tensor_bytes, row.envelope_bytes, row.sent_bytes)
+        for row in store.history.traffic(RUN)
+        if row.round == 1
+    }
+    whole = [row for row in store.history.traffic(RUN) if row.device == "d1"]
+    assert counts["d2"][1] == sum(row.payloads for row in whole) == 2
+    assert counts["d2"][2] == sum(row.tensor_bytes for row in whole)
+    assert counts["d2"][3] == sum(row.envelope_bytes for row in whole)
+    assert counts["d2"][4] == sum(row.sent_bytes for row in whole)
+    fleet.api.downloads.count(RUN, [])
+    assert sum(row.payloads for row in store.history.traffic(RUN)) == 4
+
+
 def test_a_download_counts_for_the_round_of_its_ask(fleet: Fleet) -> None:
     """A slow device still fetches the question of a round that is over, or has two asks open."""
     identity = fleet.join()

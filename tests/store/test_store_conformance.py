@@ -161,6 +161,21 @@ def test_only_present_devices_are_listed_in_bytewise_order(store: Store) -> None
     assert store.devices.present("other") == []
 
 
+def test_devices_entered_together_are_as_if_checked_in(store: Store) -> None:
+    assert store.devices.register(RUN, "a", b"first", b"profile")
+    store.devices.register_new(RUN, [("b", b"second", b"other"), ("c", b"third", b"profile")])
+    assert store.devices.ids(RUN) == {"a", "b", "c"}
+    assert store.devices.ids("other") == set()
+    rows = {row.id: row for row in store.devices.all(RUN)}
+    assert (rows["b"].secret_hash, rows["b"].profile, rows["b"].is_present) == (b"second", b"other", True)
+    assert rows["b"].first_seen == rows["b"].last_seen == rows["c"].first_seen > 0
+    assert store.devices.present(RUN) == ["a", "b", "c"]
+    assert not store.devices.register(RUN, "b", b"stolen", b"profile")
+    assert store.devices.register(RUN, "b", b"second", b"later")
+    store.devices.register_new(RUN, [])
+    assert store.devices.ids(RUN) == {"a", "b", "c"}
+
+
 def test_a_device_keeps_the_secret_of_its_first_check_in(store: Store) -> None:
     assert store.devices.register(RUN, "a", b"first", b"old profile")
     assert not store.devices.register(RUN, "a", b"second", b"stolen")
@@ -425,6 +440,25 @@ def test_a_closed_ask_takes_no_answer(store: Store) -> None:
     store.asks.close(ask, "deadline passed")
     assert accept(store, ask) is None
     assert store.asks.uploads(RUN) == []
+
+
+def test_open_asks_of_a_step_are_closed_for_some_devices(store: Store) -> None:
+    ask_devices(store, "a", "b", "c", step="deliver")
+    ask_devices(store, "a", "d", step_number=2, step="train")
+    answered = store.asks.get(RUN, 1, 1, "b")
+    assert answered is not None
+    accept(store, answered.id)
+    assert store.asks.devices_with_open(RUN) == {"a", "c", "d"}
+    assert store.asks.devices_with_open(RUN, "deliver") == {"a", "c"}
+    assert store.asks.devices_with_open(RUN, "other") == set()
+    closed = store.asks.close_step(RUN, "deliver", ["a", "b", "d", "x"], "not made")
+    assert [(ask.device, ask.step) for ask in closed] == [("a", "deliver")]
+    row = store.asks.get(RUN, 1, 1, "a")
+    assert row is not None
+    assert (row.status, row.reason) == ("out", "not made")
+    assert store.asks.devices_with_open(RUN) == {"a", "c", "d"}, "a's other ask is open"
+    assert store.asks.devices_with_open(RUN, "deliver") == {"c"}
+    assert store.asks.close_step(RUN, "deliver", ["a"], "again") == []
 
 
 def test_an_answered_ask_is_not_closed_any_more(store: Store) -> None:

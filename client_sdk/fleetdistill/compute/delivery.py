@@ -142,8 +142,8 @@ class DeliveringCompute(Compute, Generic[Model]):
         """Packs models of the app by name."""
 
     @abstractmethod
-    def _unpack_in_use(self, delivered: bytes) -> Model:
-        """Returns the model in use of a result of `_pack`, as a new object."""
+    def unpack_model(self, delivered: bytes) -> Model:
+        """Returns the app's model from a `delivered_state` of a device with the same model, as a new object."""
 
     # --- answers
 
@@ -241,7 +241,7 @@ class DeliveringCompute(Compute, Generic[Model]):
 
     def accuracy_of(self, delivered: bytes) -> float | None:
         """Returns the accuracy of an earlier delivered model on the validation data; None without such data."""
-        return self._counts(self._unpack_in_use(delivered), SPLIT).accuracy if SPLIT in self._scored else None
+        return self._counts(self.unpack_model(delivered), SPLIT).accuracy if SPLIT in self._scored else None
 
     def check_data(self) -> CheckData:
         """Returns the samples that check and calibrate a quantised file."""

@@ -255,7 +255,7 @@ class LightCompute(DeliveringCompute[LightModel]):
         priors = {name: one.prior for name, one in classifiers.items() if one.prior is not None}
         return pack_variants(outline, {name: one.space for name, one in classifiers.items()}, priors)
 
-    def _unpack_in_use(self, delivered: bytes) -> LightModel:
+    def unpack_model(self, delivered: bytes) -> LightModel:
         classifiers, in_use = _classifiers(delivered)
         return self._model(classifiers[in_use])
 

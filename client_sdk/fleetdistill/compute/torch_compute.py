@@ -392,7 +392,7 @@ class TorchCompute(DeliveringCompute[nn.Module]):
         shape = self.contract.input_shape
         return FrozenModel(self.delivered_model(), free_size(shape) if self._deployment.dynamic_size else shape)
 
-    def _unpack_in_use(self, delivered: bytes) -> nn.Module:
+    def unpack_model(self, delivered: bytes) -> nn.Module:
         saved = unpack_state(delivered)
         in_use = saved["in_use"]
         model = copy.deepcopy(self._delivered[in_use])

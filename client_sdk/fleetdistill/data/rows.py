@@ -89,7 +89,7 @@ class ArrayRows:
         """See `Rows.in_memory`."""
         if self._is_mapped or not self._inputs.flags.writeable:  # torch warns about arrays that it must not write
             return None
-        return _as_float32(self._inputs), self._labels.astype(np.int64)
+        return _as_float32(self._inputs), self._labels.astype(np.int64, copy=False)
 
 
 class ItemRows:

@@ -210,6 +210,23 @@ class Samples:
         """Shape of one input; `()` if there are no samples to take it from."""
         return self.first.shape[1:]
 
+    def part(self, rows: slice) -> Samples:
+        """Returns some samples, which are not read again; for samples of arrays in memory.
+
+        Args:
+            rows: Their positions, with step 1.
+        """
+        assert self.rows.in_memory is not None
+        inputs, labels = (array[rows] for array in self.rows.in_memory)
+        return Samples(
+            rows=ArrayRows(inputs, labels),
+            labels=labels,
+            first=inputs[:_FIRST_CHUNK],
+            digests=self.digests[rows],
+            fingerprint=None,
+            transform=self.transform,
+        )
+
     @property
     def digest(self) -> bytes:
         """SHA-256 of all samples with their labels, in order. It never leaves the device."""

@@ -12,6 +12,8 @@ from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.state.directory import Storage
 from fleetdistill.wire.v1 import service_pb2
 
+__all__ = ["save_identity"]
+
 
 def load_identity(storage: Storage, run: str, device_id: str | None) -> service_pb2.Identity:
     """Loads the identity from a state directory; creates and saves one in a new directory.

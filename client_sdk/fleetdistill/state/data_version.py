@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 
+__all__ = ["data_version"]
+
 _VERSION_BYTES = 16
 
 

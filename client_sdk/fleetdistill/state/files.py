@@ -14,6 +14,8 @@ from fleetdistill.errors import DamagedStateError, NoRoomError
 from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import rename_durably, sync_directory, sync_file
 
+__all__ = ["Files"]
+
 logger = logging.getLogger(__name__)
 
 

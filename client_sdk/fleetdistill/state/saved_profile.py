@@ -16,6 +16,8 @@ from fleetdistill.state.files import Files
 from fleetdistill.state.format import damaged_error
 from fleetdistill.wire.v1 import contract_pb2
 
+__all__ = ["save_profile"]
+
 PROFILE, CONTRACT = "profile.bin", "contract.bin"
 _MARK = b"\0crc"
 _EARLIER = b"\n"  # the first byte of a profile of formats 1 and 2, which had no checksum

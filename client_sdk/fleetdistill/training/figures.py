@@ -10,7 +10,7 @@ import numpy as np
 
 from fleetdistill.knowledge import GENERAL, Array, ClassCount, Metric
 
-__all__ = ["Counts"]
+__all__ = ["Counts", "place_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import numpy as np
@@ -88,14 +88,18 @@ class TensorData:
         labels: `[N]` int64, at least 0. N may be 0: a device can have an empty test part.
         make_ids: Returns the ids of the samples; None to number them.
         digest: Digest of the samples, which changes with any of them; empty if it is not known.
+        checked: Whether the values are known to be valid.
     """
 
     inputs: Tensor
     labels: Tensor
     make_ids: MakeIds | None = None
     digest: bytes = b""
+    checked: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, checked: bool) -> None:
+        if checked:
+            return
         _check_inputs(self.inputs)
         _check_labels(self.labels)
         if len(self.inputs) != len(self.labels):
@@ -128,7 +132,7 @@ class TensorData:
         """Returns the data on a device."""
         if self.inputs.device == self.labels.device == torch.device(device):
             return self
-        return TensorData(self.inputs.to(device), self.labels.to(device), self.make_ids, self.digest)
+        return TensorData(self.inputs.to(device), self.labels.to(device), self.make_ids, self.digest, checked=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,7 +212,7 @@ def tensor_data_of(
         shape = samples.input_shape if input_shape is None else input_shape
         return TensorData(torch.zeros(0, *shape), labels, make_ids)
     if pair is not None and samples.transform is None:
-        return TensorData(torch.from_numpy(pair[0]), labels, make_ids, samples.digest)
+        return TensorData(torch.from_numpy(pair[0]), labels, make_ids, samples.digest, checked=True)
     return LazyData(LazyInputs(samples), labels, make_ids, samples.digest)
 
 

@@ -135,10 +135,12 @@ class EvaluationSection(Section):
 
     Attributes:
         trusted_rows: Rows per class that are also used as trusted references to check devices' uploads; 0 for none.
+        every: Rounds from one score to the next; the last round is always scored.
     """
 
     data: str = ""
     trusted_rows: Annotated[int, Field(ge=0, lt=2**32)] = 5
+    every: Annotated[int, Field(ge=1, lt=2**32)] = 1
 
 
 class RunConfig(Section):

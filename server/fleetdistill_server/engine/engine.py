@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -254,14 +254,26 @@ class Engine:
             self._store.runs.assert_owner(self._name, self.token)
             self._reload_if_changed()
             chosen = self._chosen(list(present))
-            versions = {device: present[device] for device in chosen if present[device]}
+            versions = self._data_versions(chosen)
             number = self._store.runs.start_round(self._name, chosen, versions)
             failpoints.hit("engine.start.before-commit")
         failpoints.hit("engine.start.after-commit")
         return self._cohort(number, chosen, versions)
 
-    async def _until_due(self) -> Mapping[str, str]:
-        """Waits until a round is due; returns the devices that may take part, with their data versions.
+    def _data_versions(self, devices: Sequence[str]) -> dict[str, str]:
+        """Returns the data versions of the devices that report one."""
+        profiles = self._store.devices.profiles(self._name, devices)
+        return {device: version for device, profile in profiles.items() if (version := _data_version(profile))}
+
+    def _present(self) -> Mapping[str, bytes]:
+        """Returns the devices that are checked in, with their profiles where these decide whether a round is due."""
+        devices = self._store.devices
+        if self._endless:
+            return devices.present_profiles(self._name)
+        return dict.fromkeys(devices.present(self._name), b"")  # a fleet of 100,000 has 50 MB of profiles
+
+    async def _until_due(self) -> Collection[str]:
+        """Waits until a round is due; returns the devices that may take part.
 
         The wait can take months, so requests to forget a device are processed during it.
         """
@@ -270,7 +282,7 @@ class Engine:
         while True:
             self.forget()
             self._reload_if_changed()
-            profiles = self._store.devices.present_profiles(self._name)
+            profiles = self._present()
             enough = len(profiles) >= self._needed_devices()
             if enough and (self._checkpoint, profiles) != checked:
                 checked = (self._checkpoint, profiles)
@@ -297,8 +309,8 @@ class Engine:
             logger.info("%s", now, extra=about(run=self._name))
         return now
 
-    def _due(self, profiles: Mapping[str, bytes]) -> Mapping[str, str] | None:
-        """Returns the devices that may take part in the next round, with data versions; None if no round is due.
+    def _due(self, profiles: Mapping[str, bytes]) -> Collection[str] | None:
+        """Returns the devices that may take part in the next round; None if no round is due.
 
         Devices that were late repeatedly are left out as long as the others suffice for the quorum of `min_devices`.
         In a run without a last round they take part only when the other devices alone make no round due.
@@ -306,12 +318,8 @@ class Engine:
         left_out = self._store.devices.left_out(self._name, self._stored().next_round)
         least = math.ceil(self._config.run.quorum * self._needed_devices() - 1e-9)
         for those in (available(profiles, left_out, least), profiles):
-            present = {
-                device: contract_pb2.DeviceProfile.FromString(profile).data_version.hex()
-                for device, profile in those.items()
-            }
-            if not self._endless or self.method.is_due(present):
-                return present
+            if not self._endless or self.method.is_due({name: _data_version(of) for name, of in those.items()}):
+                return those.keys()
         return None
 
     def _needed_devices(self) -> int:
@@ -413,6 +421,9 @@ class Engine:
         model = self.method.global_model()
         if model is None or not self._config.evaluation.data:
             return
+        number = cohort.completed + 1
+        if number % self._config.evaluation.every and number != self._config.run.rounds:
+            return
         if self._evaluation is None:
             self._evaluation = load_evaluation(self._config.evaluation.data, self.method.context.classes)
         try:
@@ -430,6 +441,10 @@ class Engine:
 
     def _completed(self) -> int:
         return self._stored().completed_rounds
+
+
+def _data_version(profile: bytes) -> str:
+    return contract_pb2.DeviceProfile.FromString(profile).data_version.hex()
 
 
 def _devices(count: int) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 
 from fleetdistill.errors import DamagedError, RefusedError, StoreError, StoreUnavailableError
 from fleetdistill.wire import payload as wire
@@ -69,6 +70,26 @@ class Downloads:
             self._last = sha256, counted(payload, choose(self._compression, offered()))
         count(self._last[1])
         return payload
+
+    def count(self, run: str, asks: Sequence[Ask]) -> None:
+        """Counts the payloads of a contract and of asks as downloaded, without handing them over.
+
+        For devices of a simulation that get the final result without being made.
+        """
+        contract = self._sessions.contract(run)
+        packed = choose(self._compression, offered())
+
+        @cache
+        def counts_of(sha256: bytes) -> tuple[Counted, int]:
+            payload = self._store.blobs.open(sha256)
+            return counted(payload, packed), payload.header().ByteSize()
+
+        def job(store: Store) -> None:
+            for ask in asks:
+                for sha256 in {contract.initial_weights, contract.proxy_digest, ask.payload} - {b""}:
+                    store.history.add_traffic(run, ask.round, ask.device, "down", *counts_of(sha256))
+
+        self._commit(job)
 
     def _find(self, identity: service_pb2.Identity, wanted: bytes) -> tuple[Payload, Callable[[Counted], None]]:
         """Returns a payload that a device may download, and the function that counts its bytes."""

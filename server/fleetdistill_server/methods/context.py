@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fleetdistill.training.local_training import TensorData
     from fleetdistill.wire.codec import Payload
 
-__all__ = ["MethodContext"]
+__all__ = ["MethodContext", "pick_torch_device"]
 
 G = TypeVar("G", bound=nn.Module)
 

@@ -141,10 +141,17 @@ class Asks:
         """Returns the ids of the open asks of all runs."""
         return {row["id"] for row in self._db.rows("SELECT id FROM asks WHERE status = 'open'")}
 
-    def devices_with_open(self, run: str) -> set[str]:
-        """Returns the devices that have an open ask."""
-        rows = self._db.rows("SELECT DISTINCT device FROM asks WHERE run = ? AND status = 'open'", run)
+    def devices_with_open(self, run: str, step: str = "") -> set[str]:
+        """Returns the devices that have an open ask; if `step` is given, only of that step."""
+        rows = self._db.rows(
+            "SELECT DISTINCT device FROM asks WHERE run = ? AND status = 'open' AND (? = '' OR step = ?)",
+            *(run, step, step),
+        )
         return {row["device"] for row in rows}
+
+    def devices_asked(self, run: str, without: str) -> set[str]:
+        """Returns the devices that were ever asked a step other than `without`."""
+        return set(self._db.column("SELECT DISTINCT device FROM asks WHERE run = ? AND step != ?", run, without))
 
     def with_payload(self, run: str, device: str, sha256: bytes) -> Ask | None:
         """Returns a device's newest ask that refers to a payload, preferably an open one; None if there is none."""
@@ -206,6 +213,16 @@ class Asks:
         """Closes an open ask with a reason; its device drops out of the round."""
         sql = "UPDATE asks SET status = 'out', reason = ? WHERE id = ? AND status = 'open'"
         self._db.write(sql, shorten(reason), ask)
+
+    def close_step(self, run: str, step: str, devices: Sequence[str], reason: str) -> list[Ask]:
+        """Closes the open asks of a step for some devices with a reason, and returns them."""
+        among = set(devices)
+        with self._db.transaction():
+            asks = self._asks("SELECT * FROM asks WHERE run = ? AND step = ? AND status = 'open'", run, step)
+            closed = [ask for ask in asks if ask.device in among]
+            sql = "UPDATE asks SET status = 'out', reason = ? WHERE id = ? AND status = 'open'"
+            self._db.write_many(sql, [(shorten(reason), ask.id) for ask in closed])
+        return closed
 
     def upload_of(self, ask: int) -> Upload | None:
         """Returns the accepted answer to an ask, or None if there is none or its payload is missing or damaged."""

@@ -23,7 +23,7 @@ def rounds_left_out(late_in_a_row: int) -> int:
     return 2 ** min(late_in_a_row - _FROM, _DOUBLINGS) if late_in_a_row >= _FROM else 0
 
 
-def available(present: Mapping[str, bytes], left_out: Mapping[str, int], least: int) -> dict[str, bytes]:
+def available(present: Mapping[str, bytes], left_out: Mapping[str, int], least: int) -> Mapping[str, bytes]:
     """Returns the devices that may be asked, with their profiles.
 
     These are the present devices that are not left out. If there are fewer than `least`, the devices whose back-off
@@ -34,6 +34,8 @@ def available(present: Mapping[str, bytes], left_out: Mapping[str, int], least: 
         left_out: Last round of the back-off, by id of the devices that are left out.
         least: Smallest number of devices to return, if that many are present.
     """
+    if not left_out:
+        return present
     back_first = sorted(present.keys() & left_out.keys(), key=lambda device: (left_out[device], device))
     lacking = least - (len(present) - len(back_first))
     out = set(back_first[max(lacking, 0) :])

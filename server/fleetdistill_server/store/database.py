@@ -146,6 +146,10 @@ class Database(ABC):
         with self._lock, self._errors():
             return self._execute(sql, values)[0]
 
+    def column(self, sql: str, *values: Any) -> list[Any]:
+        """Runs a query and returns the first value of each row."""
+        return [next(iter(row.values())) for row in self.rows(sql, *values)]
+
     def row(self, sql: str, *values: Any) -> Row | None:
         """Runs a query and returns its first row, or None."""
         rows = self.rows(sql, *values)

@@ -16,6 +16,10 @@ HAS_ITS_DEVICES = (
 """Condition on a row of `runs` that waits for a number of devices: they are present."""
 
 
+_MAX_NAMES = 500
+"""Largest number of devices that one statement names; databases limit its values."""
+
+
 class Devices:
     """Reads and writes the table `devices`."""
 
@@ -43,10 +47,8 @@ class Devices:
 
     def present(self, run: str) -> list[str]:
         """Returns the ids of the devices that are checked in, in bytewise order."""
-        rows = self._db.rows(
-            "SELECT device FROM devices WHERE run = ? AND present = 1 AND forget_asked_at IS NULL ORDER BY device", run
-        )
-        return [row["device"] for row in rows]
+        sql = "SELECT device FROM devices WHERE run = ? AND present = 1 AND forget_asked_at IS NULL ORDER BY device"
+        return self._db.column(sql, run)
 
     def last_calls(self, run: str) -> dict[str, float]:
         """Returns when the devices that are checked in last called, in seconds since 1970, by id."""
@@ -61,6 +63,46 @@ class Devices:
             run,
         )
         return {row["device"]: row["profile"] for row in rows}
+
+    def ids(self, run: str) -> set[str]:
+        """Returns the ids of all devices of a run."""
+        return set(self._db.column("SELECT device FROM devices WHERE run = ?", run))
+
+    def profiles(self, run: str, devices: Sequence[str]) -> dict[str, bytes]:
+        """Returns the serialized profiles of devices of a run, by id in the order of `devices`."""
+        result: dict[str, bytes] = {}
+        for at in range(0, len(devices), _MAX_NAMES):
+            some = devices[at : at + _MAX_NAMES]
+            sql = f"SELECT device, profile FROM devices WHERE run = ? AND device IN ({', '.join('?' * len(some))})"
+            found = {row["device"]: row["profile"] for row in self._db.rows(sql, run, *some)}
+            result |= {device: found[device] for device in some if device in found}
+        return result
+
+    def register_new(self, run: str, devices: Sequence[tuple[str, bytes, bytes]]) -> None:
+        """Stores devices that are not known yet, as present, in one transaction.
+
+        Args:
+            run: Name of the run.
+            devices: Id, hash of the secret, and serialized profile of each device.
+        """
+        now = self._db.now()
+        with self._db.transaction():
+            self._db.insert_many(
+                "devices",
+                [
+                    {
+                        "run": run,
+                        "device": device,
+                        "secret_hash": secret_hash,
+                        "profile": profile,
+                        "present": 1,
+                        "first_seen": now,
+                        "last_seen": now,
+                    }
+                    for device, secret_hash, profile in devices
+                ],
+            )
+            self._end_wait(run)
 
     def register(self, run: str, device: str, secret_hash: bytes, profile: bytes) -> bool:
         """Marks a device as present and stores its profile; its first check-in also stores the hash of its secret.
@@ -127,7 +169,8 @@ class Devices:
     def left_out(self, run: str, number: int) -> dict[str, int]:
         """Returns the devices that a round leaves out after missed deadlines, each with the last such round."""
         rows = self._db.rows(
-            "SELECT device, left_out_until FROM devices WHERE run = ? AND left_out_until >= ? ORDER BY device",
+            "SELECT device, left_out_until FROM devices WHERE run = ? AND left_out_until >= ? AND left_out_until > 0 "
+            "ORDER BY device",
             *(run, number),
         )
         return {row["device"]: row["left_out_until"] for row in rows}

@@ -199,6 +199,16 @@ class History:
         rows = self._db.rows("SELECT * FROM traffic WHERE run = ? ORDER BY round, device, direction, kind", run)
         return [Traffic.from_row(row) for row in rows]
 
+    def total_traffic(self, run: str) -> list[Traffic]:
+        """Returns the byte counts over all devices, ordered by round, direction and kind of part."""
+        sums = ", ".join(f"sum({column}) AS {column}" for column in _COUNTS)
+        rows = self._db.rows(
+            f"SELECT round, '' AS device, direction, kind, {sums} FROM traffic WHERE run = ? "
+            "GROUP BY round, direction, kind ORDER BY round, direction, kind",
+            run,
+        )
+        return [Traffic.from_row(row) for row in rows]
+
 
 def about_ask(ask: Ask) -> dict[str, Any]:
     """Returns the arguments of `History.add_event` for an event about an ask."""

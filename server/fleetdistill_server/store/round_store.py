@@ -21,7 +21,7 @@ from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.store import Store
 
-__all__ = ["RoundStore"]
+__all__ = ["DeviceStates", "RoundStore"]
 
 
 class DeviceStates:
@@ -46,6 +46,10 @@ class DeviceStates:
             return {}
         data = self._db.value("SELECT state FROM simulated_devices WHERE device = ?", device)
         return {} if data is None else _unpack(data)
+
+    def names(self) -> set[str]:
+        """Returns the devices that have a saved state."""
+        return set(self._db.column("SELECT device FROM simulated_devices"))
 
     def save(self, device: str, contents: Mapping[str, bytes]) -> None:
         """Stores the contents of a device's state by file name."""

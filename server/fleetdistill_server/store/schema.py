@@ -48,6 +48,9 @@ CREATE TABLE devices (
     left_out_until INTEGER NOT NULL DEFAULT 0,  -- last round that it is left out of
     PRIMARY KEY (run, device)
 );
+-- Each round looks for these devices, which are few in a fleet.
+CREATE INDEX devices_left_out ON devices (run, left_out_until) WHERE left_out_until > 0;
+CREATE INDEX devices_to_forget ON devices (run, device) WHERE forget_asked_at IS NOT NULL;
 CREATE TABLE rounds (
     run TEXT,
     round INTEGER,
