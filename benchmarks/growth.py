@@ -5,6 +5,7 @@
     python benchmarks/growth.py classes --only feddkc
 
 - devices: FedAvg with 10 to 10,000 devices, of which each of three rounds draws ten
+- round: a round that draws 50 of 100 to 100,000 devices: processor time, without start, final delivery and report
 - cohort: one round of FedAvg with 10 to 10,000 devices, which all take part
 - rounds: 10 to 1,000 rounds of FedAvg with ten devices, and of FedDKC with three
 - classes: FedAvg, FedDKC and class statistics with 10 to 1,000 classes on the same number of rows
@@ -23,9 +24,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -146,6 +149,25 @@ def fleet(devices: int, rounds: int, data: Mapping[str, np.ndarray], method: str
 
 def devices_point(value: int) -> Any:
     return fleet(value, 3, images(10 * value), devices_per_round=10)
+
+
+def round_of_fleet(value: int) -> Figures:
+    """Measures a round that draws 50 devices: the median of five, without the first and the last."""
+    import torch
+
+    from fleetdistill_lab import Progress, simulate
+
+    torch.set_num_threads(1)
+    marks: list[float] = []
+
+    def note(done: Progress) -> None:
+        marks.append(time.process_time())
+
+    wanted = fleet(value, 7, images(10 * value), devices_per_round=50, score="global", export="none")
+    with tempfile.TemporaryDirectory() as folder:
+        simulate(replace(wanted, out=Path(folder) / "out"), note)
+    rounds = [after - before for before, after in itertools.pairwise(marks)]
+    return {"CPU ms a round": 1000 * statistics.median(rounds[1:-1])}
 
 
 def cohort_point(value: int) -> Any:
@@ -313,6 +335,7 @@ def _methods(point: Callable[..., Any], *names: str) -> dict[str, Callable[[int]
 
 
 AXES = {
+    "round": Axis((100, 1000, 10_000, 100_000), {"fedavg": round_of_fleet}),
     "devices": Axis((10, 100, 1000, 10_000), {"fedavg": partial(simulated, devices_point)}),
     "cohort": Axis((10, 100, 1000, 10_000), {"fedavg": partial(simulated, cohort_point)}),
     "rounds": Axis((10, 100, 1000), _methods(rounds_point, "fedavg", "feddkc")),

@@ -86,6 +86,7 @@ _COMMON: dict[str, Any] = {
     "with_fedavg": False,
     "torch_device": "cpu",
     "test_limit": 500,
+    "score": "devices",
 }
 
 

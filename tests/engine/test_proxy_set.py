@@ -23,6 +23,7 @@ from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_lab.simulation.data.hold_out import proxy_rows
+from fleetdistill_lab.simulation.spec.arrays import load_arrays
 from fleetdistill_lab.simulation.spec.device import make_device
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.settings import Simulation
@@ -377,7 +378,7 @@ def test_devices_and_proxy_set_share_no_sample(fleet: Prepared) -> None:
         proxy, labels = arrays["inputs"], arrays["labels"]
     assert np.bincount(labels).tolist() == [8] * 10
     rows = {image.tobytes() for image in proxy}
-    own = [image.tobytes() for spec in specs for image in np.load(spec.data_file)["inputs"]]
+    own = [image.tobytes() for spec in specs for image in load_arrays(spec.data_file)[0]]
     assert len(own) == 200 - 80
     assert rows.isdisjoint(own)
 
@@ -386,5 +387,5 @@ def test_other_methods_hold_nothing_out_unless_asked_to(tmp_path: Path) -> None:
     for per_class, samples in ((None, 200), (4, 160)):
         wanted = Simulation(method="fedavg", devices=2, train_limit=200, proxy_per_class=per_class)
         settings, specs, _ = prepare(wanted, tmp_path / str(samples))
-        assert sum(len(np.load(spec.data_file)["labels"]) for spec in specs) == samples
+        assert sum(len(load_arrays(spec.data_file)[1]) for spec in specs) == samples
         assert settings.proxy.data == ""

@@ -102,7 +102,7 @@ def test_a_small_fleet_learns_and_every_upload_is_used(method: str, tmp_path: Pa
     """A method of one exchange has learned all in its first round, so that it is held against chance."""
     small: dict[str, Any] = {"rounds": 6, "devices": 3, "train_limit": 400, "with_alone": False, "with_fedavg": False}
     small["settings"] = DEFAULTS.get(method, {}).get("settings", {})
-    wanted = Simulation(method=method, seed=4, out=tmp_path, **small)
+    wanted = Simulation(method=method, seed=4, score="devices", export="all", out=tmp_path, **small)
     report = simulate(wanted)
     config = example_config(method).for_classes(10)
     exchanges = server_class(method).exchanges(config, Sizes())

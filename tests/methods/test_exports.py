@@ -15,9 +15,10 @@ from support.undisturbed import Undisturbed
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.knowledge import GENERAL, OWN, Array
+from fleetdistill.knowledge import GENERAL, OWN, PERSONAL, Array
 from fleetdistill.methods import device_class
 from fleetdistill.state.state_file import unpack_state
+from fleetdistill_lab.simulation.report.final_models import FinalModels
 from fleetdistill_lab.simulation.spec.arrays import load_arrays
 from fleetdistill_lab.simulation.spec.device import build_device_model
 from fleetdistill_lab.simulation.spec.plan import RUN
@@ -67,22 +68,38 @@ def test_server_model_is_exported_as_in_last_checkpoint(name: str, undisturbed: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("durable", [True, False])
 @pytest.mark.parametrize(
     "name", long_except(RUNS, "classstats", "fedavg", "feddkc", "cdkt", "classstats teaching the app's network")
 )
-def test_every_device_exports_the_model_that_its_app_uses(name: str, undisturbed: Undisturbed) -> None:
-    """Where a method's answers are apart from the network that the app gave, that one is a file of its own."""
-    config = RUNS[name].configuration()
-    own_file = "own.onnx" if device_class(RUNS[name].method).own_variant == OWN else "model.onnx"
-    for spec in undisturbed(name, durable=True).prepared[1]:  # with the files that an app's device has
-        state, (inputs, _) = Path(spec.state_dir), load_arrays(spec.test_file)
+def test_every_device_exports_the_model_that_its_app_uses(
+    name: str, durable: bool, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """Where a method's answers are apart from the network that the app gave, that one is a file of its own.
+
+    A durable run has the devices' states in directories, the other one in its store.
+    """
+    config, has_own_file = RUNS[name].configuration(), device_class(RUNS[name].method).own_variant == OWN
+    played = undisturbed(name, durable=durable)
+    models = FinalModels(played.store, played.prepared[0])
+    for spec in played.prepared[1]:
+        inputs, _ = load_arrays(spec.test_file)
         model = build_device_model(spec, inputs.shape[1:])
         first = [parameter.clone() for parameter in model.parameters()]
-        model.load_state_dict(unpack_state((state / "delivered.safetensors").read_bytes())["model"])
+        model.load_state_dict(unpack_state(played.files[f"{spec.name}/delivered.safetensors"])["model"])
         kept = all(torch.equal(*pair) for pair in zip(first, model.parameters(), strict=True))
         assert kept is (getattr(config, "own_network", "") == "kept")
-        assert_same(model, state / own_file, inputs)
-        assert metadata_of(state / "model.onnx")["method"] == RUNS[name].method
-        if own_file != "model.onnx":
-            assert metadata_of(state / "model.onnx")["answer"] == GENERAL
-            assert np.array_equal(*(logits_of(state / file, inputs) for file in ("model.onnx", "general.onnx")))  # type: ignore[arg-type]
+        exported = models.export(spec, tmp_path, (OWN, PERSONAL))
+        assert exported is not None
+        assert exported.file == f"onnx/{spec.name}.onnx"
+        assert exported.max_difference < 1e-3
+        assert all((tmp_path / file).exists() for file in exported.variants.values())
+        file, own_file = tmp_path / exported.file, exported.variants.get(OWN, exported.file)
+        assert (OWN in exported.variants) == has_own_file
+        assert_same(model, tmp_path / own_file, inputs)
+        last = max(number for number, _, _, device, *_ in played.record["asks"] if device == spec.name)
+        assert metadata_of(file).items() >= {"method": RUNS[name].method, "round": str(last)}.items()
+        if has_own_file:
+            assert metadata_of(file)["answer"] == GENERAL
+            general = tmp_path / exported.variants[GENERAL]
+            assert np.array_equal(logits_of(file, inputs), logits_of(general, inputs))

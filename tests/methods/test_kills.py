@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from support.undisturbed import Played, Undisturbed
 
 from fleetdistill import Device, Step
 from fleetdistill.methods import METHODS
-from fleetdistill_lab.simulation.spec.device import make_device
+from fleetdistill_lab.simulation.spec.device import make_compute, make_device
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
@@ -47,7 +48,9 @@ class Fleet:
         stack.callback(self.store.close)
         stack.callback(self.engine.kill)
         link = MemoryLink(DeviceApi(self.store, wake_engine=self.engine.pipe.poke))
-        self.devices: list[Device] = [stack.enter_context(make_device(spec, link)) for spec in prepared[1]]
+        self.devices: list[Device] = [
+            stack.enter_context(make_device(spec, link, compute=partial(make_compute, spec))) for spec in prepared[1]
+        ]
 
     @property
     def is_over(self) -> bool:

@@ -14,9 +14,11 @@ from support.fleets import RUN, RUNS, prepare, run_in_memory
 from support.long import long_except
 from torch import Tensor, nn
 
+from fleetdistill.knowledge import PERSONAL
 from fleetdistill.methods import METHODS, device_class
 from fleetdistill.replacement import REPLACEMENT_METRICS, SPLIT
 from fleetdistill.state.state_file import unpack_state
+from fleetdistill_lab.simulation.report.final_models import FinalModels
 from fleetdistill_lab.simulation.spec.arrays import load_arrays
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
 from fleetdistill_server.views import runs as views
@@ -60,13 +62,16 @@ def test_app_keeps_its_model_if_no_fleet_answer_is_as_good(method: str, tmp_path
     else:
         assert not verdicts, "a private device does not report it"
     assert {row.sum for row in store.history.figures(RUN, "picked/personal", "validation")} <= {0.0}
-    store.close()
+    models = FinalModels(store, config)
     for spec in specs:
         own, (inputs, _) = first_model(spec), load_arrays(spec.test_file)
         delivered = unpack_state((Path(spec.state_dir) / "delivered.safetensors").read_bytes())
         assert (delivered["in_use"], delivered["further"]) == (device_class(method).own_variant, {})
         assert all(torch.equal(tensor, delivered["model"][name]) for name, tensor in own.state_dict().items())
-        session = onnxruntime.InferenceSession(str(Path(spec.state_dir) / "model.onnx"))
+        exported = models.export(spec, tmp_path, (PERSONAL,))
+        assert exported is not None
+        session = onnxruntime.InferenceSession(str(tmp_path / exported.file))
         expected = logits_of(own, torch.from_numpy(inputs)).numpy()
         assert_allclose(session.run(["logits"], {"input": inputs})[0], expected, atol=1e-4)
-        assert not (Path(spec.state_dir) / "personal.onnx").exists()
+        assert PERSONAL not in exported.variants
+    store.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from support.stores import runs_apart
 from support.undisturbed import Undisturbed
 
 from fleetdistill import Device, Step
-from fleetdistill_lab.simulation.spec.device import make_device
+from fleetdistill_lab.simulation.spec.device import make_compute, make_device
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
@@ -47,7 +48,10 @@ def run_with_a_new_engine_after_every_wait(prepared: Prepared, store: Store) -> 
     config, specs, _ = prepared
     api = DeviceApi(store)
     with contextlib.ExitStack() as stack:
-        devices = [stack.enter_context(make_device(spec, MemoryLink(api))) for spec in specs]
+        devices = [
+            stack.enter_context(make_device(spec, MemoryLink(api), compute=partial(make_compute, spec)))
+            for spec in specs
+        ]
         engines = _drive(store, config, devices)
         for device in devices:
             while device.step(0.0) is not Step.FINISHED:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnxruntime
 import pytest
 
@@ -45,7 +46,8 @@ def accuracy_of(file: Path) -> float:
     ],
 )
 def test_the_accuracy_beside_a_file_is_the_files(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    report = run(tmp_path, method, settings=settings, validation_share=0.2 if method == "feddkc" else 0.0)
+    share = 0.2 if method == "feddkc" else 0.0
+    report = run(tmp_path, method, settings=settings, validation_share=share, score="devices", export="all")
     for device in report.devices:
         assert device.accuracy_fleet == pytest.approx(accuracy_of(tmp_path / device.onnx_file), abs=1e-9)  # type: ignore[operator]
         if method == "feddkc":
@@ -56,13 +58,11 @@ def test_the_accuracy_beside_a_file_is_the_files(method: str, settings: dict[str
     assert (report.delivered_accuracy_by_round == {}) == (method == "feddkc")
 
 
+@pytest.mark.parametrize("score", ["sampled", "devices"])
 @pytest.mark.parametrize("method", ["fedavg", "feddkc"])
-def test_devices_beyond_hundred_have_same_accuracy_without_file(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    every = run(tmp_path / "every", method)
-    monkeypatch.setattr("fleetdistill_lab.simulation.spec.plan.MAX_EXPORTS", 1)
-    first = run(tmp_path / "first", method)
+def test_devices_without_a_file_have_the_same_accuracy(method: str, score: str, tmp_path: Path) -> None:
+    every = run(tmp_path / "every", method, score=score, export="all")
+    first = run(tmp_path / "first", method, score=score, export=1)
     assert [device.onnx_file for device in first.devices] == ["onnx/device-0.onnx", None]
     result, expected = ([device.accuracy_fleet for device in of.devices] for of in (first, every))
     assert result == pytest.approx(expected, abs=1e-9)
@@ -85,22 +85,47 @@ def test_feddkd_bn_is_scored_with_the_steps_in_every_round(tmp_path: Path) -> No
 
 def test_round_delivery_counts_for_the_completed_round_before_it(tmp_path: Path) -> None:
     """Rounds 1, 3 and 4 complete, 2 falls short: its ask brought what round 1 made, and the result is round 4's."""
-    store = Store.in_memory()
-    store.runs.begin(RUN, {"run": {"name": RUN, "method": "fedavg", "rounds": 3}})
-    for number in (1, 2, 3, 4):
-        assert store.runs.start_round(RUN, ["a"]) == number
-        if number == 2:
-            store.runs.close_short_round(RUN, number, "nobody")
-        else:
-            store.runs.close_round(RUN, number, b"", [], {"global_confusion": [[1]]})
+    store = three_rounds("feddkd", {1: [[1]], 3: [[1]], 4: [[1]]})
     spec = DeviceSpec("a", "", 0, 2, "", "", str(tmp_path / "a"), RUN)
     append_scores(spec.scores_file, "a", START, [[0]])
     for before, value in ((0, 10), (1, 20), (2, 30), (3, 40), (4, 50)):
         append_scores(spec.scores_file, "a", before, [[value]], PRODUCT)
     history = read_history(store, RUN, [spec])
-    assert [int(item[0, 0]) for item in history.products["a"]] == [30, 40, 50]
+    assert cells(history.products["a"]) == [30, 40, 50]
     spec.scores_file.unlink()
     append_scores(spec.scores_file, "a", START, [[0]])
     append_scores(spec.scores_file, "a", 0, [[10]], PRODUCT)
-    assert [int(item[0, 0]) for item in read_history(store, RUN, [spec]).products["a"]] == [10, 10, 10]
-    assert np.array_equal(history.devices["a"][-1], [[0]])
+    assert cells(read_history(store, RUN, [spec]).products["a"]) == [10, 10, 10]
+    assert cells(history.devices["a"]) == [0, 0, 0]
+
+
+def test_fedavgs_devices_have_the_engines_scores(tmp_path: Path) -> None:
+    """Every device receives the global model, whose score may be missing for a round."""
+    store = three_rounds("fedavg", {1: [[5]], 3: None, 4: [[7]]})
+    specs = [DeviceSpec(name, "", 0, 2, "", "", str(tmp_path / name), RUN) for name in "ab"]
+    specs[0].scores_file.touch()
+    history = read_history(store, RUN, specs)
+    assert [cells(history.products[name]) for name in "ab"] == [[5, None, 7]] * 2
+    assert {name: int(counts[0, 0]) for name, counts in history.delivered.items()} == {"a": 7, "b": 7}
+    assert cells(history.devices["a"]) == [None] * 3, "no training was scored"
+    choosing = [replace(spec, validation_file="chooses") for spec in specs]
+    assert read_history(store, RUN, choosing).products == {}, "a device that chooses may keep its model"
+
+
+def three_rounds(method: str, scores: Mapping[int, Any]) -> Store:
+    """A store of rounds 1, 3 and 4, of which round 2 fell short; with the global model's matrices."""
+    store = Store.in_memory()
+    store.runs.begin(RUN, {"run": {"name": RUN, "method": method, "rounds": 3}})
+    for number in (1, 2, 3, 4):
+        assert store.runs.start_round(RUN, ["a"]) == number
+        if number == 2:
+            store.runs.close_short_round(RUN, number, "nobody")
+        else:
+            figures = {} if scores[number] is None else {"global_confusion": scores[number]}
+            store.runs.close_round(RUN, number, b"", [], figures)
+    return store
+
+
+def cells(matrices: Sequence[Any]) -> list[int | None]:
+    """The first cell of each matrix."""
+    return [None if counts is None else int(counts[0, 0]) for counts in matrices]

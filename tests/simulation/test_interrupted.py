@@ -31,10 +31,12 @@ from fleetdistill_server.store.checks import is_current
 from fleetdistill_server.store.sqlite_database import SqliteDatabase
 from fleetdistill_server.store.store import Store
 
-FLEET = Simulation(method="feddkc", devices=2, rounds=3, train_limit=60, test_limit=20, torch_device="cpu")
+FLEET = Simulation(
+    method="feddkc", devices=2, rounds=3, train_limit=60, test_limit=20, torch_device="cpu", export="all"
+)
 SETTINGS = ("train_limit=60", "test_limit=20", "torch_device=cpu")
 OPTIONS = [word for setting in SETTINGS for word in ("--set", f"simulation.{setting}")]
-OPTIONS += ["--method", "feddkc", "--devices", "2", "--rounds", "3"]
+OPTIONS += ["--method", "feddkc", "--devices", "2", "--rounds", "3", "--export", "all"]
 
 
 def results(out: Path) -> tuple[dict[str, Any], Mapping[str, bytes]]:

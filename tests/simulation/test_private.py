@@ -37,7 +37,7 @@ FLEET = Simulation(
 @pytest.mark.parametrize("link", ["memory", pytest.param("grpc", marks=[pytest.mark.slow, pytest.mark.long])])
 def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
     report = simulate(replace(FLEET, link=link, out=tmp_path))
-    assert report.mean_accuracy_fleet > 0.8, "digits, 479 rows a device; 0.93 without noise"
+    assert (report.mean_accuracy_fleet or 0.0) > 0.8, "digits, 479 rows a device; 0.93 without noise"
     assert report.global_accuracy_by_round[-1] == pytest.approx(report.mean_accuracy_fleet, abs=0.02)
     saved = json.loads((tmp_path / "report.json").read_text())
     result = math.sqrt(3) * 479 * discrete_mu_for(8, 1e-5)
@@ -76,7 +76,7 @@ def test_the_command_has_epsilon(tmp_path):
 def test_a_hostile_device_that_flips_its_labels_is_named(tmp_path):
     report = simulate(replace(FLEET, devices=4, hostile=1, attack="flips", out=tmp_path))
     assert "device-0" in report.named
-    assert report.mean_accuracy_fleet > 0.7
+    assert (report.mean_accuracy_fleet or 0.0) > 0.7
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,8 @@ def _name(row: Ask | Upload) -> tuple[int, int, str, str]:
 
 
 def device_files(prepared: Prepared) -> dict[str, bytes]:
-    """What the devices keep at the end of a run: their state, and the model for the app."""
-    names = ("state.safetensors", "delivered.safetensors", "model.onnx")
+    """What the devices keep at the end of a run: their state, and the delivered model, which the app uses."""
+    names = ("state.safetensors", "delivered.safetensors")
     return {f"{spec.name}/{name}": _device_file(prepared, spec, name) for spec in prepared[1] for name in names}
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from support.stores import object_store_environment
 from fleetdistill import Step
 from fleetdistill.state import failpoints
 from fleetdistill_lab.simulation.links.over_grpc import save_specs
-from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_device
+from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_compute, make_device
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
@@ -142,7 +143,7 @@ def _run_device(points: str, spec: DeviceSpec, store: str, pipe: Path) -> None:
 
     api = DeviceApi(Store.open(Path(store)), wake_engine=wake_engine)
     failpoints.switch_on(points)
-    with make_device(spec, MemoryLink(api)) as device:
+    with make_device(spec, MemoryLink(api), compute=partial(make_compute, spec)) as device:
         while device.step(0.0) is not Step.FINISHED:
             select.select([], [], [], 0.005)
 

@@ -105,6 +105,7 @@ def test_event_files_have_simulation_figures_controls_and_models(tmp_path: Path)
         rounds=2,
         train_limit=150,
         test_limit=60,
+        export="all",
         out=tmp_path / "out",
     )
     tracking = Tracking(read_targets([f"tensorboard:{tmp_path / 'events'}"]), "methods", "fedavg, seed 0")

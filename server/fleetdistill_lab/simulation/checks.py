@@ -27,7 +27,7 @@ from fleetdistill_lab.simulation.spec.plan import (
     hold_out_proxy,
     make_run_config,
 )
-from fleetdistill_lab.simulation.spec.settings import Simulation
+from fleetdistill_lab.simulation.spec.settings import EXPORTED, SCORED, Simulation
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.engine.preflight import build_run
 
@@ -68,11 +68,32 @@ def check_settings(wanted: Simulation) -> None:
             "use flips"
         )
     check_backend(wanted)
+    _check_scores(wanted)
     if wanted.seed < 0:
         raise ConfigurationError(f"seed is {wanted.seed}, must be at least 0")
     for name in wanted.predictors:
         if name not in PREDICTORS:
             raise ConfigurationError(unknown_name("predictor", name, PREDICTORS))
+
+
+def _check_scores(wanted: Simulation) -> None:
+    """Raises ConfigurationError for settings of scores and exports that are out of range."""
+    if wanted.score not in SCORED:
+        raise ConfigurationError(f"score is {wanted.score!r}, must be {', '.join(SCORED[:-1])} or {SCORED[-1]}")
+    for name in ("score_every", "score_rows"):
+        value = getattr(wanted, name)
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{name} is {value}, must be at least 1")
+    if wanted.score_rows is not None and not wanted.scores_devices:
+        raise ConfigurationError(f"score_rows counts rows for device models, which score {wanted.score} omits")
+    if (isinstance(wanted.export, str) and wanted.export not in EXPORTED) or (
+        isinstance(wanted.export, int) and wanted.export < 1
+    ):
+        raise ConfigurationError(
+            f"export is {wanted.export!r}, must be {', '.join(EXPORTED)}, or a number of devices of at least 1"
+        )
+    if wanted.export == "best" and not wanted.scores_devices:
+        raise ConfigurationError(f"export best needs the accuracy of device models, which score {wanted.score} omits")
 
 
 def _check_time(wanted: Simulation) -> None:

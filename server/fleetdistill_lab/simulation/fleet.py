@@ -26,8 +26,14 @@ from fleetdistill_lab.simulation.data.own import limit_rows
 from fleetdistill_lab.simulation.folder import IfThere, check_folder, open_folder, saved_settings
 from fleetdistill_lab.simulation.links.links import run_over_memory
 from fleetdistill_lab.simulation.links.over_grpc import run_over_grpc
+from fleetdistill_lab.simulation.links.simulated_devices import Recipients
 from fleetdistill_lab.simulation.progress import OnProgress, Progress, watcher
-from fleetdistill_lab.simulation.report.history import read_history
+from fleetdistill_lab.simulation.report.final_models import FinalModels, devices_to_export
+from fleetdistill_lab.simulation.report.history import (
+    read_history,
+    rounds_with_receipts,
+    shares_global_model,
+)
 from fleetdistill_lab.simulation.report.outcome import Controls, Outcome
 from fleetdistill_lab.simulation.report.plots import load_matplotlib
 from fleetdistill_lab.simulation.report.report import make_report
@@ -100,7 +106,9 @@ def simulate(
         with open_folder(wanted, if_there) as work, track(_follow(wanted, work, tracking), tracking):
             begun = True
             settled = replace(wanted, proxy_per_class=proxy_per_class(wanted, data))
-            return _run(settled, _prepare(settled, data, work), on_progress, started)
+            fleet = _prepare(settled, data, work)
+            del data  # the devices map its images from files
+            return _run(settled, fleet, on_progress, started)
     except Interrupted:
         raise
     except KeyboardInterrupt as interrupt:
@@ -137,13 +145,14 @@ def _prepare(wanted: Simulation, data: Dataset, work: Path) -> Fleet:
     config = make_run_config(wanted, data, work)
     specs = make_specs(wanted, data, split, work)
     initial = build_method(config).initial()
-    score_initial_models(initial, specs)
-    return Fleet(data, split, config, specs, initial, work)
+    if wanted.score == "devices":
+        score_initial_models(initial, specs)
+    return Fleet(data.without_images(), split, config, specs, initial, work)
 
 
 def _run(wanted: Simulation, fleet: Fleet, on_progress: OnProgress, started: float) -> FleetReport:
     """Runs the fleet and its controls and writes the report; Ctrl-C writes a report of the completed rounds."""
-    alone: dict[str, list[Counts]] = {}
+    alone: dict[str, list[Counts | None]] = {}
     try:
         watch = watcher("fleet", fleet.config, on_progress)
         if wanted.link == "memory":
@@ -155,6 +164,7 @@ def _run(wanted: Simulation, fleet: Fleet, on_progress: OnProgress, started: flo
                 durable=wanted.durable,
                 behaviour=wanted.behaviour,
                 make_backend=backend_of(wanted),
+                recipients=_recipients(wanted, fleet),
             )
         else:
             store = run_over_grpc(fleet.config, fleet.specs, fleet.work, watch, workers=wanted.workers)
@@ -170,6 +180,14 @@ def _run(wanted: Simulation, fleet: Fleet, on_progress: OnProgress, started: flo
     return report
 
 
+def _recipients(wanted: Simulation, fleet: Fleet) -> Recipients:
+    """Returns which devices need the run's final model for the scores and exports."""
+    if not shares_global_model(wanted.method, fleet.specs):
+        return Recipients.ALL if wanted.score == "devices" else Recipients.PARTICIPANTS
+    are_many_exported = wanted.export == "all" or isinstance(wanted.export, int)
+    return Recipients.PARTICIPANTS if are_many_exported else Recipients.OPEN
+
+
 def _report(
     wanted: Simulation, fleet: Fleet, controls: Controls, started: float, *, finished: bool
 ) -> FleetReport | None:
@@ -177,6 +195,13 @@ def _report(
     with open_store(fleet) as store:
         if not any(item.status is RoundStatus.CLOSED for item in store.runs.rounds(RUN)):
             return None
+        models = FinalModels(store, fleet.config)
+        if finished and wanted.scores_devices and not shares_global_model(wanted.method, fleet.specs):
+            models.score(fleet.specs, rounds_with_receipts(store, RUN))
+        history = read_history(store, RUN, fleet.specs)
+        exporting = devices_to_export(wanted, fleet.specs, history) if finished else []
+        written = {spec.name: models.export(spec, wanted.out, history.further) for spec in exporting}
+        exports = {name: model for name, model in written.items() if model is not None}
         return make_report(
             Outcome(
                 wanted=wanted,
@@ -185,15 +210,16 @@ def _report(
                 data=fleet.data,
                 split=fleet.split,
                 specs=fleet.specs,
-                history=read_history(store, RUN, fleet.specs),
+                history=history,
                 controls=controls,
+                exports=exports,
                 seconds=time.monotonic() - started,
                 finished=finished,
             )
         )
 
 
-def _train_local_only(wanted: Simulation, fleet: Fleet, on_progress: OnProgress) -> dict[str, list[Counts]]:
+def _train_local_only(wanted: Simulation, fleet: Fleet, on_progress: OnProgress) -> dict[str, list[Counts | None]]:
     """Runs the local-only control with progress."""
     completed = 0
     total = wanted.rounds_of_controls * len(fleet.specs)

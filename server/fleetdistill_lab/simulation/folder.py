@@ -22,8 +22,8 @@ _MARKER = "made-by-fleetdistill"
 _SETTINGS = "simulation.json"
 _DATA = "dataset.npz"
 """File with a copy of the user's own data, so that a resumed simulation does not depend on the original."""
-_FREE_TO_CHANGE = ("workers", "backend", "ray_address")
-"""Settings that do not change the results, so that a resumed simulation may have others."""
+_FREE_TO_CHANGE = ("workers", "backend", "ray_address", "export")
+"""Settings that do not change the run, so that a resumed simulation may have others."""
 _RESULTS = ("report.json", "fleet.png", "onnx")
 
 

@@ -37,6 +37,10 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "seed": ("--seed", int),
     "link": ("--link", str),
     "workers": ("--workers", int),
+    "score": ("--score", str),
+    "score_every": ("--score-every", int),
+    "score_rows": ("--score-rows", int),
+    "export": ("--export", str),
     "out": ("--out", Path),
 }
 """Fields of `Simulation` that have an option, with its name and type; an option with a list can be repeated."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +20,7 @@ from fleetdistill_lab.simulation.folder import IfThere
 from fleetdistill_lab.simulation.not_begun import not_begun
 from fleetdistill_lab.simulation.progress import Progress as Done
 from fleetdistill_lab.simulation.report.comparison import NAMES, comparison_table
-from fleetdistill_lab.simulation.report.report import privacy_lines
+from fleetdistill_lab.simulation.report.report import json_lines, privacy_lines
 from fleetdistill_lab.simulation.report.results import FleetReport
 from fleetdistill_lab.simulation.report.simulated_time import time_lines
 from fleetdistill_lab.simulation.report.table import report_table
@@ -44,7 +42,7 @@ def simulate_and_show(
     """
     report = simulate_with_progress(wanted, if_there, tracking)
     if as_json:
-        print(json.dumps(asdict(report), indent=1))
+        print(*json_lines(report), sep="", end="")
         return report
     show_run(report)
     show_comparison(report, wanted.out)
@@ -61,6 +59,7 @@ def show_run(report: FleetReport) -> None:
     lines = (
         *privacy_lines(report),
         summary_line(report),
+        scored_line(report),
         *time_lines(report.simulated_time),
         *expected_lines(report),
         *global_lines(report),
@@ -107,13 +106,27 @@ def interrupted_line(interrupted: Interrupted, out: Path) -> str:
 def summary_line(report: FleetReport) -> str:
     """Returns the run's duration, its mean gain over local-only training in percentage points, and its uploads."""
     uploads = f"{counted(report.acknowledged_uploads, 'upload')} acknowledged, {report.used_uploads} used"
-    if report.mean_accuracy_alone is None:
+    if report.mean_accuracy_alone is None or report.mean_accuracy_fleet is None:
         return f"{report.seconds:.0f} s; {uploads}"
     gain = 100 * (report.mean_accuracy_fleet - report.mean_accuracy_alone)
     word = "better" if gain > 0 else "worse"
     more = f" for {counted(report.control_rounds, 'round')}" if report.control_rounds != report.rounds else ""
     text = f"the fleet is on average {abs(gain):.1f} points {word} than devices that train alone{more}"
     return f"{report.seconds:.0f} s; {text}; {uploads}"
+
+
+def scored_line(report: FleetReport) -> str:
+    """Returns which models were scored, when, and on how many rows of the test set."""
+    scored = report.scored
+    rows, of_rows = scored["rows"], scored["test_rows"]
+    every = "after each round" if scored["every"] == 1 else f"every {scored['every']} rounds and at the end"
+    parts = []
+    if any(rate is not None for rate in report.global_accuracy_by_round):
+        parts.append(f"the global model {every if not rows else 'after each round'}, on {of_rows:,} test rows")
+    if rows:
+        some = f"{rows:,} of the {of_rows:,} test rows, drawn by class" if rows < of_rows else f"{of_rows:,} test rows"
+        parts.append(f"the models of a round's devices {every}, on {some}")
+    return f"Scored (--score {scored['models']}): {'; '.join(parts) or 'no model'}"
 
 
 def expected_lines(report: FleetReport) -> list[str]:

@@ -70,7 +70,7 @@ def assert_shared(device: Device) -> None:
 
 
 def test_both_answers_have_figures_in_store_and_report(tmp_path: Path) -> None:
-    report = simulate(replace(WANTED, out=tmp_path))
+    report = simulate(replace(WANTED, export="all", out=tmp_path))
     assert set(report.further) == {PERSONAL}
     assert {set(device.further) == {PERSONAL} for device in report.devices} == {True}
     written = json.loads((tmp_path / "report.json").read_text())["devices"][0]["further"][PERSONAL]

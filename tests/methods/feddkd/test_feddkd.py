@@ -43,6 +43,8 @@ from fleetdistill.training.model import parameter_count
 from fleetdistill.training.onnx_export import export_onnx
 from fleetdistill.training.parameters import batch_norm_names, model_parameters
 from fleetdistill.wire.codec import encode
+from fleetdistill_lab.simulation.report.final_models import FinalModels
+from fleetdistill_lab.simulation.spec.arrays import load_arrays
 from fleetdistill_lab.simulation.spec.device import make_device as make_simulated_device
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.engine.engine import Engine
@@ -336,15 +338,17 @@ def test_devices_and_the_server_export_the_global_model(tmp_path: Path) -> None:
     state = unpack_state(store.blobs.get_state(row.checkpoint))["model"]
     model = build_model("cdkt_digits_small")
     model.load_state_dict(state)
-    with np.load(prepared[1][0].data_file) as data:
-        inputs = data["inputs"][:8]
+    inputs = load_arrays(prepared[1][0].data_file)[0][:8]
     import onnxruntime
 
     model.eval()
     with torch.no_grad():
         expected = model(torch.from_numpy(inputs)).numpy()
+    models = FinalModels(store, prepared[0])
     for spec in prepared[1]:  # what the app uses is the end result, not the device's last local model
-        session = onnxruntime.InferenceSession(str(Path(spec.state_dir) / "model.onnx"))
+        exported = models.export(spec, tmp_path, ())
+        assert exported is not None
+        session = onnxruntime.InferenceSession(str(tmp_path / exported.file))
         np.testing.assert_allclose(session.run(None, {"input": inputs})[0], expected, atol=1e-4)
     store.close()
 

@@ -60,7 +60,10 @@ def test_score_without_receipt_is_of_a_model_the_device_lacks(tmp_path: Path) ->
     answered_round(store, [("train", True)])
     history = read_history(store, RUN, [device_a(tmp_path)])
     assert history.took_part == {"a": [False, True]}
-    assert [item.tolist() for item in history.devices["a"]] == [FIRST.tolist(), THIRD.tolist()]
+    assert [None if item is None else item.tolist() for item in history.devices["a"]] == [
+        FIRST.tolist(),
+        THIRD.tolist(),
+    ]
 
 
 def test_answer_unused_by_round_has_trained_device_all_the_same(tmp_path: Path) -> None:

@@ -147,8 +147,8 @@ class TestComparison:
         plot_comparison(ax, [rounds, exchange], alone=0.6)
         across, drawn = ax.lines
         np.testing.assert_allclose(across.get_ydata(), [0.6, 0.6])
-        np.testing.assert_allclose(drawn.get_xdata(), [10, 20, 40])
-        np.testing.assert_allclose(drawn.get_ydata(), [float("nan"), 0.5, 0.75])
+        np.testing.assert_allclose(drawn.get_xdata(), [20, 40])
+        np.testing.assert_allclose(drawn.get_ydata(), [0.5, 0.75])
         dots, point = ax.collections
         assert dots.get_offsets().tolist() == [[15, 0.85], [15, 0.95]]
         assert point.get_offsets().tolist() == [[15, 0.9]]
@@ -158,6 +158,16 @@ class TestComparison:
             "feddkc: 75.0% after 40.0 kB",
             "class statistics general: 90.0% after 15.0 kB",
         ]
+
+    def test_curves_join_scored_rounds_and_unscored_ones_are_absent(self) -> None:
+        ax = _axes()
+        gaps, begun = curve("feddkc", [10, 20, 40], [0.5, None, 0.75]), curve("FedAvg global", [10, 20], [0.5, None])
+        plot_comparison(ax, [gaps, begun, curve("FedAvg devices", [10, 20], [None, None])])
+        assert (list(ax.lines[0].get_xdata()), list(ax.lines[0].get_ydata())) == ([10, 40], [0.5, 0.75])
+        texts = [text.get_text() for text in ax.get_legend().get_texts()]
+        assert texts[0] == "feddkc: 75.0% after 40.0 kB"
+        assert "FedAvg devices" not in "".join(texts)
+        assert not any("%" in text for text in texts[1:]), "the end of that curve was not scored"
 
     def test_free_rounds_after_exchange_leave_it_a_point(self) -> None:
         ax = _axes()

@@ -214,6 +214,7 @@ def test_devices_never_taken_are_scored_and_train_alone_as_often(tmp_path: Path,
         alpha=1.0,
         settings={"participation_ratio": 0.25},
         with_fedavg=False,
+        score="devices",
         out=tmp_path,
     )
     report = simulate(wanted)

@@ -13,7 +13,6 @@ from typing import Protocol
 from fleetdistill.compute.base import Computed
 from fleetdistill.errors import FleetDistillError
 from fleetdistill.link.downloads import check_payload
-from fleetdistill.training.onnx_file import OnnxReport
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import knowledge_pb2
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
@@ -65,7 +64,6 @@ class Task:
         delivered: Saved delivered model, with `state`.
         ask: Serialized ask to answer; empty for none.
         allow: Columns that the answer may contain.
-        export_round: Round number of the export of the delivered model; None for no export.
         prepare_only: Whether only the device's description is wanted.
         payload: Payload of the ask, which `ask` names by its digest; None for an ask without one.
     """
@@ -75,7 +73,6 @@ class Task:
     delivered: bytes | None = None
     ask: bytes = b""
     allow: tuple[str, ...] = ()
-    export_round: int | None = None
     prepare_only: bool = False
     payload: PackedPayload | None = field(default=None, compare=False, repr=False)
 
@@ -96,14 +93,6 @@ class Description:
 
 
 @dataclass(frozen=True)
-class Export:
-    """An exported model: the files' contents by name, and the report on `model.onnx`."""
-
-    files: Mapping[str, bytes]
-    report: OnnxReport
-
-
-@dataclass(frozen=True)
 class Result:
     """Result of a task.
 
@@ -111,7 +100,6 @@ class Result:
         description: Description of the device; None if it could not be prepared.
         first: State and delivered model before the ask, for a task without a state; else None.
         computed: Answer to the ask; None for a task without an ask, or after an error.
-        export: The exported model; None for a task without an export, or after an error.
         error: What the work has raised; None if it succeeded.
         fault: Text of an exception that must end the simulation; empty for none.
     """
@@ -119,7 +107,6 @@ class Result:
     description: Description | None = None
     first: tuple[bytes, bytes] | None = None
     computed: Computed | None = None
-    export: Export | None = None
     error: FleetDistillError | None = None
     fault: str = ""
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fleetdistill.compute.base import Compute, Computed
 from fleetdistill.knowledge import Kind
 from fleetdistill.replacement import Replacement
-from fleetdistill.training.onnx_file import OnnxReport
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_lab.simulation.backends.backend import Description, Result, Task
 from fleetdistill_lab.simulation.backends.remote_work import RemoteWork
@@ -109,13 +107,6 @@ class RemoteCompute(Compute):
         made = make_compute(self._spec, self.contract, Shared())
         made.restore(self.state(), self.delivered_state())
         return made
-
-    def export(self, path: Path, number: int) -> OnnxReport:
-        result = _check(self._work.result(Task(self._spec, self._state, self._delivered, export_round=number))).export
-        assert result is not None  # or an error
-        for name, data in result.files.items():
-            (path.parent / name).write_bytes(data)
-        return result.report
 
 
 def _check(result: Result) -> Result:

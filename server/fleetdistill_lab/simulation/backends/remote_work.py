@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
 from fleetdistill import COLUMNS
-from fleetdistill.deployment.versions import Version, Versions
 from fleetdistill.device.private import guarantee_of, private_columns
 from fleetdistill.errors import RunError
-from fleetdistill.state.memory import MemoryStorage
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_lab.simulation.backends.backend import (
     Backend,
@@ -22,7 +19,6 @@ from fleetdistill_lab.simulation.backends.backend import (
 )
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.store.states import OVER
 
 AHEAD = 256
 """Number of devices whose work is started before they need it, so that no worker waits for a slow device."""
@@ -67,9 +63,6 @@ class RemoteWork:
             ask = service_pb2.Ask(**{name: getattr(result, name) for name in (*_FIELDS, "payload")})
             task = self.answer_task(spec, state, delivered, ask, self._allow())
             return None if self._computed.get(spec.name) == task.ask else task
-        if self._store.runs.status(self._run) in OVER:
-            version = Versions(MemoryStorage(Path(spec.state_dir), contents), 1).in_use() or Version(0)
-            return Task(spec, state, delivered, export_round=version.round)
         return None if contents else Task(spec, prepare_only=True)
 
     def _allow(self) -> tuple[str, ...]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -19,13 +17,12 @@ from fleetdistill.methods.outside import import_modules
 from fleetdistill.training.alone import without_app
 from fleetdistill.wire.codec import decode
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
-from fleetdistill_lab.simulation.backends.backend import Description, Export, Result, RunData, Task
+from fleetdistill_lab.simulation.backends.backend import Description, Result, RunData, Task
 from fleetdistill_lab.simulation.spec.compute import Shared
 from fleetdistill_lab.simulation.spec.device import make_compute
 
 MAX_PREPARED = 64
 """Largest number of devices whose model a worker keeps; preparing one again takes milliseconds."""
-_MODEL_FILE = "model.onnx"
 
 
 @dataclass
@@ -62,11 +59,10 @@ class TaskRunner:
                     return Result(description)
                 first = self._load(prepared, task)
                 computed = _answer(prepared, task) if task.ask else None
-                export = _export(prepared.compute, task.export_round) if task.export_round is not None else None
         except FleetDistillError as error:
             self._prepared.pop(task.spec.name, None)
             return Result(description, first, error=error)
-        return Result(description, first, computed, export)
+        return Result(description, first, computed)
 
     def _prepare(self, task: Task) -> _Prepared:
         name = task.spec.name
@@ -113,9 +109,3 @@ def _answer(prepared: _Prepared, task: Task) -> Computed:
         prepared.compute.deliver(computed.replacement)
     prepared.held = computed.state, prepared.held[1] if computed.delivered is None else computed.delivered
     return computed
-
-
-def _export(compute: Compute, number: int) -> Export:
-    with tempfile.TemporaryDirectory() as folder:
-        report = compute.export(Path(folder) / _MODEL_FILE, number)
-        return Export({path.name: path.read_bytes() for path in Path(folder).iterdir()}, report)

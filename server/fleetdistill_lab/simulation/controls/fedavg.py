@@ -80,7 +80,8 @@ def run_fedavg_control(wanted: Simulation, fleet: Fleet, on_progress: OnProgress
     work = fleet.work / "fedavg"
     control_config = make_run_config(control, fleet.data, fleet.work, store=work / "store")
     specs = fedavg_specs(specs, model, work)
-    score_initial_models(build_method(control_config).initial(), specs)
+    if wanted.score == "devices":
+        score_initial_models(build_method(control_config).initial(), specs)
     watch = watcher("fedavg", control_config, on_progress)
     return run_fedavg(control_config, model, specs, work, watch, wanted.behaviour, backend_of(wanted))
 

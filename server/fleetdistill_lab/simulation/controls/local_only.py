@@ -58,7 +58,7 @@ def train_local_only(
     initial: ModelParameters | None,
     took_part: Sequence[bool],
     after_round: Callable[[], None] = lambda: None,
-) -> list[Counts]:
+) -> list[Counts | None]:
     """Trains one device without the fleet, starting from the same weights as in the fleet.
 
     Each round uses the method's passes over the labels, batch size, optimiser and learning rate, and keeps the
@@ -74,36 +74,42 @@ def train_local_only(
         after_round: Called after each round.
 
     Returns:
-        The model's figures on the test set after each round.
+        The model's figures on the test set after each round; None for rounds in which the device's models are not
+        scored.
     """
-    data, test = _load(spec, spec.data_file), _load(spec, spec.test_file)
-    model = start_model(spec, initial, tuple(data.inputs.shape[1:]))
+    data = _load(spec, spec.data_file)
+    test = _load(spec, spec.test_file) if spec.score_every else None
+    model = start_model(spec, initial, tuple(data.inputs.shape[1:])).to(spec.torch_device)
     plan = config.method_config()
     optimizer: torch.optim.Optimizer | None = None
-    figures = [evaluate(model, test, spec.classes)]
+    last: Counts | None = None  # of the present weights
+    figures: list[Counts | None] = []
     for number, active in enumerate(took_part, start=1):
         if number > 1:
             after_round()
         epochs = plan.cross_entropy_epochs(sum(took_part[:number])) if active else 0
-        if not epochs:  # the device missed the round, or the round makes no pass over the labels
-            figures.append(figures[-1])
+        if epochs:  # else the device missed the round, or the round makes no pass over the labels
+            optimizer = _optimizer_in(plan, number, model, optimizer)
+            seed = derive_seed(config.run.seed, number, "train", 1, spec.name)
+            torch.manual_seed(seed)
+            train_epochs(
+                model,
+                data,
+                epochs=epochs,
+                batch_size=plan.batch_size,
+                optimizer=optimizer,
+                loss=lambda logits_bc, labels_b, rows_b: functional.cross_entropy(logits_bc, labels_b),
+                generator=torch.Generator().manual_seed(seed),
+                device=spec.torch_device,
+            )
+            last = None
+        if test is None or not (spec.is_scored(number) or number == len(took_part)):
+            figures.append(None)
             continue
-        optimizer = _optimizer_in(plan, number, model, optimizer)
-        seed = derive_seed(config.run.seed, number, "train", 1, spec.name)
-        torch.manual_seed(seed)
-        train_epochs(
-            model,
-            data,
-            epochs=epochs,
-            batch_size=plan.batch_size,
-            optimizer=optimizer,
-            loss=lambda logits_bc, labels_b, rows_b: functional.cross_entropy(logits_bc, labels_b),
-            generator=torch.Generator().manual_seed(seed),
-            device="cpu",
-        )
-        figures.append(evaluate(model, test, spec.classes))
+        last = last or evaluate(model, test, spec.classes)
+        figures.append(last)
     after_round()
-    return figures[1:]
+    return figures
 
 
 def _optimizer_in(
@@ -128,7 +134,7 @@ def train_fleet_local_only(
     specs: Sequence[DeviceSpec],
     history: FleetHistory,
     after_rounds: Callable[[int], None],
-) -> dict[str, list[Counts]]:
+) -> dict[str, list[Counts | None]]:
     """Trains every device without the fleet, in the rounds that it took part in, or for `control_rounds`.
 
     Results are saved per device, so that a resumed simulation does not train again.
@@ -142,7 +148,7 @@ def train_fleet_local_only(
         after_rounds: Called with the number of rounds that a device has completed since the last call.
 
     Returns:
-        For each device id, the model's figures on the test set after each round.
+        For each device id, the model's figures on the test set after each round, as in `train_local_only`.
     """
     torch.set_num_threads(config.run.threads)
     rounds = wanted.rounds_of_controls
@@ -151,7 +157,7 @@ def train_fleet_local_only(
         part = [] if wanted.one_exchange else history.took_part[name]
         return [*part, *[True] * (rounds - len(part))][:rounds]
 
-    def counts_of(spec: DeviceSpec) -> list[Counts]:
+    def counts_of(spec: DeviceSpec) -> list[Counts | None]:
         file = Path(f"{spec.state_dir}-alone.npz")
         if file.exists():
             after_rounds(rounds)
@@ -163,23 +169,30 @@ def train_fleet_local_only(
     return {spec.name: counts_of(spec) for spec in specs}
 
 
-def _save_counts(file: Path, counts: Sequence[Counts]) -> None:
+def _save_counts(file: Path, counts: Sequence[Counts | None]) -> None:
     """Saves figures atomically, so that a killed process does not leave a partial file."""
     new = file.with_suffix(".new.npz")
+    scored = [number for number, count in enumerate(counts) if count is not None]
+    known = [count for count in counts if count is not None]
     np.savez(
         new,
-        correct=[count.correct for count in counts],
-        count=[count.count for count in counts],
-        loss_sum=[count.loss_sum for count in counts],
-        confusion=np.stack([count.confusion for count in counts]),
+        rounds=len(counts),
+        scored=scored,
+        correct=[count.correct for count in known],
+        count=[count.count for count in known],
+        loss_sum=[count.loss_sum for count in known],
+        confusion=np.array([count.confusion for count in known]),
     )
     os.replace(new, file)
 
 
-def _load_counts(file: Path) -> list[Counts]:
+def _load_counts(file: Path) -> list[Counts | None]:
     with np.load(file) as kept:
         columns = (kept["correct"].tolist(), kept["count"].tolist(), kept["loss_sum"].tolist(), kept["confusion"])
-    return [Counts(*row) for row in zip(*columns, strict=True)]
+        result: list[Counts | None] = [None] * int(kept["rounds"])
+        for number, row in zip(kept["scored"].tolist(), zip(*columns, strict=True), strict=True):
+            result[number] = Counts(*row)
+    return result
 
 
 def score_initial_models(initial: ModelParameters | None, specs: list[DeviceSpec]) -> None:

@@ -83,6 +83,11 @@ class Dataset:
     classes: tuple[str, ...]
     train_clients: Tensor | None = None
 
+    def without_images(self) -> Dataset:
+        """Returns a copy without images, of which only the shape of one is left; labels stay."""
+        train, test = (images.new_empty((0, *images.shape[1:])) for images in (self.train_images, self.test_images))
+        return replace(self, train_images=train, test_images=test)
+
     def with_training_rows(self, rows: npt.NDArray[np.int64]) -> Dataset:
         """Returns a copy with only these training images; the test images are unchanged."""
         clients = self.train_clients

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_lab.simulation.links.simulated_devices import SimulatedDevices
 from fleetdistill_server.store.store import Store
 
@@ -28,19 +29,26 @@ class DriveFleet:
         self._round = 0
 
     async def wait(self, seconds: float = 0.0) -> None:
-        """Runs one step of the next device with an open ask, or first one of every device; ignores `seconds`."""
+        """Runs one step of the next device with an open ask, or first registers all devices; ignores `seconds`."""
         self._save_after_round()
         if not self._joined:
-            for name in self._devices.ahead(self._devices.names):
-                self._step(name)
+            self._devices.join(self._devices.names)
+            self._after_step()
             self._joined = True
             return
         self._step(next(self._due, None) or self._next_due())
 
     def _next_due(self) -> str:
+        if self._delivers():
+            self._devices.end_deliveries()
         names = sorted(self._store.asks.devices_with_open(self._run)) or self._devices.names
         self._due = self._devices.ahead(names)
         return next(self._due)
+
+    def _delivers(self) -> bool:
+        """Returns whether the run has trained its last round, so that open asks can be final deliveries."""
+        run = self._store.runs.existing(self._run)
+        return run.completed_rounds + 1 == contract_pb2.Contract.FromString(run.contract).rounds
 
     def _step(self, name: str) -> None:
         self._devices.step(name)

@@ -15,7 +15,7 @@ from fleetdistill.wire.compression import compression_of
 from fleetdistill_lab.simulation.backends.backend import MakeBackend
 from fleetdistill_lab.simulation.backends.remote_work import RemoteWork
 from fleetdistill_lab.simulation.links.drive import DriveFleet
-from fleetdistill_lab.simulation.links.simulated_devices import MAX_OPEN, SimulatedDevices
+from fleetdistill_lab.simulation.links.simulated_devices import MAX_OPEN, Recipients, SimulatedDevices
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
 from fleetdistill_lab.simulation.timing.timing import Timing
@@ -50,6 +50,7 @@ def run_over_memory(
     max_open: int = MAX_OPEN,
     behaviour: FleetBehaviour | None = None,
     make_backend: MakeBackend | None = None,
+    recipients: Recipients = Recipients.PARTICIPANTS,
 ) -> Store:
     """Runs engine and devices in this process, one step at a time.
 
@@ -67,6 +68,7 @@ def run_over_memory(
         behaviour: Behaviour of the fleet in simulated time, with its own links; None if all devices are always
             available and answer immediately.
         make_backend: Makes what computes the devices' work; None for this process. Not with `durable`.
+        recipients: Which devices take the run's final model; all of them with `durable`.
 
     Returns:
         The open store.
@@ -81,7 +83,9 @@ def run_over_memory(
     with _closed_on_failure(store), without_app(), _rare_collections(), _remote(api, config, make_backend) as remote:
         rounds = store if isinstance(store, RoundStore) else None
         clock = None if timing is None else timing.clock
-        with SimulatedDevices(specs, link_of, rounds, max_open, clock, remote) as devices:
+        with SimulatedDevices(
+            specs, link_of, api, config.run.name, rounds, max_open, clock, remote, recipients
+        ) as devices:
             after = partial(watch, store)
             if timing is None:
                 waker = DriveFleet(store, config.run.name, devices, after)

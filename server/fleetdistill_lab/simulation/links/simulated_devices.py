@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -12,12 +13,15 @@ from typing import Self
 from fleetdistill import Device, Step
 from fleetdistill.clock import Clock
 from fleetdistill.compute.base import MakeCompute
+from fleetdistill.knowledge import DELIVER
 from fleetdistill.link.base import Link
 from fleetdistill.state.memory import MemoryStorage
 from fleetdistill_lab.simulation.backends.remote_compute import RemoteCompute
 from fleetdistill_lab.simulation.backends.remote_work import AHEAD, RemoteWork
+from fleetdistill_lab.simulation.links.registration import Registration, settle_deliveries
 from fleetdistill_lab.simulation.spec.compute import Shared
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_compute, make_device
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.store.round_store import RoundStore
 
 MAX_OPEN = 256
@@ -26,16 +30,30 @@ _COLLECTED = 256
 """Number of closed devices that are garbage-collected together; a collection takes tenths of a second."""
 
 
+class Recipients(Enum):
+    """Devices that take the final model of a run. To the others it is not delivered, and only its bytes are counted."""
+
+    ALL = auto()
+    PARTICIPANTS = auto()
+    """Devices that a round has asked."""
+    OPEN = auto()
+    """Those of them that are open; enough if all devices get the same model."""
+
+
 class SimulatedDevices:
-    """Opens devices when they have work, and closes those that have had none for longest.
+    """Makes devices when they have work, and closes those that have had none for longest.
 
     Args:
         specs: The devices.
         link_of: Makes the link of a device, given its id.
-        store: Store with the devices' states; None for devices with state directories, which all stay open.
+        api: The server's side of the device API.
+        run: Name of the run.
+        store: Store with the devices' states; None for devices with state directories, which are all made and stay
+            open.
         max_open: Largest number of open devices with saved states.
         clock: Clock of the devices in simulated time; None for the machine's.
         remote: Computes the devices' work in other processes; None for this process.
+        recipients: Which devices take the run's final model.
 
     Attributes:
         names: Ids of all devices, in the order of `specs`.
@@ -45,21 +63,48 @@ class SimulatedDevices:
         self,
         specs: Sequence[DeviceSpec],
         link_of: Callable[[str], Link],
+        api: DeviceApi,
+        run: str,
         store: RoundStore | None,
         max_open: int,
         clock: Clock | None = None,
         remote: RemoteWork | None = None,
+        recipients: Recipients = Recipients.PARTICIPANTS,
     ) -> None:
+        self._recipients = recipients
         self._clock = clock
         self._specs = {spec.name: spec for spec in specs}
         self.names = tuple(self._specs)
         self._link_of = link_of
+        self._api, self._run = api, run
         self._store = store
         self._max_open = max_open
         self._remote = remote
         self._shared = Shared()
         self._closed = 0
         self._open: OrderedDict[str, tuple[Device, MemoryStorage | None]] = OrderedDict()
+        self._saved = set() if store is None else store.device_states.names()
+        self._registration = Registration(api, run, self._shared, lambda spec: self.step(spec.name))
+
+    def join(self, names: Sequence[str]) -> None:
+        """Registers devices at the server, unless they are since an earlier start; see `registration`."""
+        if self._store is None:
+            for name in names:
+                self.step(name)
+            return
+        registered = self._api.store.devices.ids(self._run)
+        self._registration.register([self._specs[name] for name in names if name not in registered])
+
+    def end_deliveries(self) -> None:
+        """Ends the final deliveries to devices that do not need them; see `Recipients` and `settle_deliveries`."""
+        if self._store is None or self._recipients is Recipients.ALL:
+            return
+        asks = self._api.store.asks
+        asked = asks.devices_with_open(self._run, DELIVER)
+        needed = asks.devices_asked(self._run, without=DELIVER)
+        if self._recipients is Recipients.OPEN:
+            needed &= self._open.keys()
+        settle_deliveries(self._api, self._run, sorted(asked - needed))
 
     def step(self, name: str) -> Step:
         """Runs one step of a device."""
@@ -72,11 +117,18 @@ class SimulatedDevices:
         return result
 
     def _opened(self, spec: DeviceSpec) -> tuple[Device, MemoryStorage | None]:
-        link = self._link_of(spec.name)
+        link, compute = self._link_of(spec.name), self._compute_of(spec)
         if self._store is None:
-            return make_device(spec, link, clock=self._clock), None
-        state = MemoryStorage(Path(spec.state_dir), self._store.device_states.load(spec.name))
-        return make_device(spec, link, state, self._compute_of(spec), self._clock), state
+            return make_device(spec, link, compute=compute, clock=self._clock), None
+        state = MemoryStorage(Path(spec.state_dir), self._contents(spec))
+        return make_device(spec, link, state, compute, self._clock), state
+
+    def _contents(self, spec: DeviceSpec) -> Mapping[str, bytes]:
+        """Returns the state of a closed or registered device; empty for one that has not checked in."""
+        if self._store is not None and spec.name in self._saved:
+            return self._store.device_states.load(spec.name)
+        is_registered = self._api.store.devices.get(self._run, spec.name) is not None
+        return self._registration.contents(spec) if is_registered else {}
 
     def _compute_of(self, spec: DeviceSpec) -> MakeCompute:
         if self._remote is None:
@@ -87,11 +139,10 @@ class SimulatedDevices:
         """Yields devices to run, in order; the next ones' work has already started if it is computed elsewhere."""
         started: deque[str] = deque()
         for name in names:
-            if self._remote is not None and self._store is not None:
+            if self._remote is not None:
                 state = self._open[name][1] if name in self._open else None
-                self._remote.start(
-                    self._specs[name], self._store.device_states.load(name) if state is None else state.contents
-                )
+                contents = self._contents(self._specs[name]) if state is None else state.contents
+                self._remote.start(self._specs[name], contents)
             started.append(name)
             if self._remote is None or len(started) > AHEAD:
                 yield started.popleft()
@@ -108,6 +159,7 @@ class SimulatedDevices:
     def _save(self, name: str, state: MemoryStorage | None) -> None:
         if self._store is not None and state is not None and state.changed:
             self._store.device_states.save(name, state.contents)
+            self._saved.add(name)
             state.changed = False
 
     def save(self) -> None:
@@ -119,8 +171,8 @@ class SimulatedDevices:
         self._store.save()
 
     def finish(self) -> None:
-        """Runs every device until it has noticed the end of the run."""
-        for name in self.ahead(self.names):
+        """Runs every open device until it has noticed the end of the run."""
+        for name in list(self._open):
             while self.step(name) is not Step.FINISHED:
                 pass
 

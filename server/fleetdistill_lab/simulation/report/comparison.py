@@ -13,7 +13,7 @@ import numpy as np
 
 from fleetdistill.knowledge import GENERAL
 from fleetdistill_lab.simulation.report.history import FleetHistory
-from fleetdistill_lab.simulation.report.metrics import Ints, accuracy
+from fleetdistill_lab.simulation.report.metrics import Ints, accuracy, accuracy_or_none
 from fleetdistill_lab.simulation.report.scores import in_class_mix
 from fleetdistill_server.store.records import Traffic
 from fleetdistill_server.store.states import RoundStatus
@@ -127,7 +127,7 @@ class Candidate:
 
     def curve(self) -> Curve:
         """Returns the curve of the comparison plot."""
-        scored = [[None if count is None else accuracy(count) for count in counts] for counts in self.counts_kr]
+        scored = [[accuracy_or_none(count) for count in counts] for counts in self.counts_kr]
         by_round = [[rate for rate in rates if rate is not None] for rates in zip(*scored, strict=True)]
         at_end = [] if self.is_global else by_round[-1]
         return Curve(self.name, self.cost.bytes_so_far, [_mean(rates) for rates in by_round], at_end)
@@ -151,10 +151,10 @@ def candidates(method: str, history: FleetHistory, samples_jc: Ints, cost: Cost)
 
 def _has_separate_global_model(history: FleetHistory) -> bool:
     last = history.server[-1]
-    return last is not None and not all(np.array_equal(item, last) for item in history.last())
+    return last is not None and not all(item is not None and np.array_equal(item, last) for item in history.last())
 
 
-def local_only(counts_kr: Sequence[Sequence[Ints]], samples_jc: Ints) -> Candidate:
+def local_only(counts_kr: Sequence[Sequence[Ints | None]], samples_jc: Ints) -> Candidate:
     """Returns the candidate of the local-only control; arguments as in `Candidate`."""
     return Candidate(ALONE, counts_kr, samples_jc, Cost([], 0.0))
 

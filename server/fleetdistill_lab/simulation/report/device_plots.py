@@ -49,7 +49,7 @@ class DeviceCurves:
     """Accuracies on the global test set, in [0, 1].
 
     Attributes:
-        devices: For each device, the accuracy after each completed round.
+        devices: For each device, the accuracy after each completed round; None where it was not scored.
         controls: For each control, the accuracy after each completed round; None if unknown. Names in
             `CONTROL_STYLES` have their own styles.
         alone: For each device, the final accuracy of local-only training; empty without this control.
@@ -57,7 +57,7 @@ class DeviceCurves:
         moment: Time of the final accuracies, for a title.
     """
 
-    devices: Mapping[str, Sequence[float]]
+    devices: Mapping[str, Sequence[float | None]]
     controls: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     alone: Mapping[str, float] = field(default_factory=dict)
     further: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -86,20 +86,23 @@ def plot_rounds(ax: Axes, curves: DeviceCurves) -> None:
         text = f"cannot plot rounds: {len(curves.devices)} devices have curves of lengths {sorted(lengths)}"
         raise DataError(f"{text}, expected at least one device, and curves of one length above 0")
     rates_jr = np.array(list(curves.devices.values()), dtype=np.float64)
-    rounds = np.arange(1, rates_jr.shape[1] + 1)
+    scored = np.flatnonzero(np.isfinite(rates_jr).any(axis=0))
+    rounds, rates_jr = scored + 1, rates_jr[:, scored]
     ends: list[tuple[str, float, str]] = []
     if len(curves.devices) > SINGLE_LINES:
         ends += _draw_band(ax, rounds, rates_jr)
     for name, rates, colour in _single_lines(curves.devices, rates_jr):
         ax.plot(rounds, rates, color=colour, linewidth=1.4, alpha=0.9)
-        ends.append((name, float(rates[-1]), colour))
-    for name, known in curves.controls.items():
-        colour, style = CONTROL_STYLES.get(name, (GREY, "--"))
-        rates = np.array(known, dtype=np.float64)  # None becomes NaN, which is a gap
-        ax.plot(rounds, rates, color=colour, linestyle=style, linewidth=2.2)
         if np.isfinite(rates[-1]):
             ends.append((name, float(rates[-1]), colour))
-    _dress(ax, rounds)
+    for name, known in curves.controls.items():
+        colour, style = CONTROL_STYLES.get(name, (GREY, "--"))
+        rates = np.array(known, dtype=np.float64)  # None becomes NaN, which is left out
+        scored = np.flatnonzero(np.isfinite(rates))
+        ax.plot(scored + 1, rates[scored], color=colour, linestyle=style, linewidth=2.2)
+        if np.isfinite(rates[-1]):
+            ends.append((name, float(rates[-1]), colour))
+    _dress(ax, lengths.pop())
     _name_ends(ax, ends)
 
 
@@ -107,33 +110,34 @@ def _draw_band(
     ax: Axes, rounds: npt.NDArray[np.int64], rates_jr: npt.NDArray[np.float64]
 ) -> list[tuple[str, float, str]]:
     """Draws the band of the middle 90 % of devices and the median; returns the median's label."""
-    low, median, high = np.quantile(rates_jr, (0.05, 0.5, 0.95), axis=0)
+    low, median, high = np.nanquantile(rates_jr, (0.05, 0.5, 0.95), axis=0)
     ax.fill_between(rounds, low, high, color=FLEET, alpha=0.18, linewidth=0)
     ax.plot(rounds, median, color=FLEET, linewidth=2.5)
     return [(f"median of {len(rates_jr)}, band: 90 %", float(median[-1]), FLEET)]
 
 
 def _single_lines(
-    devices: Mapping[str, Sequence[float]], rates_jr: npt.NDArray[np.float64]
+    devices: Mapping[str, Sequence[float | None]], rates_jr: npt.NDArray[np.float64]
 ) -> Iterator[tuple[str, npt.NDArray[np.float64], str]]:
     """Yields the devices that get a line, with their accuracies and colours."""
     names = list(devices)
     if len(names) <= SINGLE_LINES:
         yield from zip(names, rates_jr, _DEVICE_COLOURS, strict=False)
         return
-    order = np.argsort(rates_jr[:, -1], kind="stable")
+    known = np.flatnonzero(np.isfinite(rates_jr[:, -1]))
+    order = known[np.argsort(rates_jr[known, -1], kind="stable")]
     for row, colour in ((int(order[0]), "#c44e52"), (int(order[-1]), "#6b8e23")):
         yield names[row], rates_jr[row], colour
 
 
-def _dress(ax: Axes, rounds: npt.NDArray[np.int64]) -> None:
+def _dress(ax: Axes, rounds: int) -> None:
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     ax.set_title("Accuracy on all classes by round", loc="left", fontsize=11)
     ax.set_xlabel("completed rounds")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    ax.set_xlim(float(rounds[0]) - 0.02 * len(rounds), float(rounds[-1]))
+    ax.set_xlim(1 - 0.02 * rounds, rounds)
     ax.set_ylim(max(0.0, ax.get_ylim()[0]), min(1.01, ax.get_ylim()[1]))
     ax.grid(color="#e6e6e6", linewidth=0.8)
     ax.set_axisbelow(True)
@@ -181,9 +185,9 @@ def _top(cluster: Sequence[float], gap: float) -> float:
 def plot_gains(ax: Axes, curves: DeviceCurves) -> None:
     """Draws a row for each device, the first on top, with the final accuracy alone, in the fleet and per variant."""
     rows = {name: number for number, name in enumerate(curves.devices)}
-    fleet = {name: rates[-1] for name, rates in curves.devices.items()}
+    fleet = {name: rate for name, rates in curves.devices.items() if (rate := rates[-1]) is not None}
     for name, rate in curves.alone.items():
-        ax.plot([rate, fleet[name]], [rows[name]] * 2, color="#c8c8c8", linewidth=1.5, zorder=1)
+        ax.plot([rate, fleet.get(name, rate)], [rows[name]] * 2, color="#c8c8c8", linewidth=1.5, zorder=1)
     kinds = [("alone", curves.alone, ALONE, "o"), ("in the fleet", fleet, FLEET, "D")]
     kinds += [(f"{variant} model", of, FURTHER, "^") for variant, of in curves.further.items()]
     for name, of, colour, marker in kinds:
@@ -213,4 +217,5 @@ def _dress_gains(ax: Axes, devices: int, kinds: int) -> None:
     ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
     ax.tick_params(length=0)
     figure_legend = {"loc": "upper right", "bbox_to_anchor": (1, 0), "borderaxespad": 2.2, "frameon": False}
-    ax.legend(**figure_legend, fontsize=8, ncols=min(kinds, 2), columnspacing=1.0, handletextpad=0.2)
+    if kinds:
+        ax.legend(**figure_legend, fontsize=8, ncols=min(kinds, 2), columnspacing=1.0, handletextpad=0.2)

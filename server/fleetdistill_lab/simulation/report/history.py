@@ -14,38 +14,40 @@ from fleetdistill.methods import config_class, device_class
 from fleetdistill_lab.simulation.report.metrics import Ints
 from fleetdistill_lab.simulation.report.scores import Figures, round_figures
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
-from fleetdistill_lab.simulation.spec.score_log import PRODUCT, START, after_rounds, read_scores
+from fleetdistill_lab.simulation.spec.score_log import DELIVERED, PRODUCT, START, after_rounds, read_scores
 from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
 
 
 @dataclass(frozen=True)
 class FleetHistory:
-    """Confusion matrices `[C, C]` on the global test set after each completed round.
+    """Confusion matrices `[C, C]` on the test set after each completed round; None where nothing was scored.
 
     Attributes:
         devices: For each device, the matrices of its model after local training. If the method distributes only a
-            part of a model (FedDKD_BN), those of the device's complete model.
+            part of a model (FedDKD_BN), those of the device's complete model. None before a device's first score.
         took_part: For each device, whether it trained in each round, that is, whether the server has its answer.
         server: Matrices of the global model; None for rounds in which there is none or it could not be scored.
         further: For each further variant, such as classstats' `personal`, and each device, its matrices; None for
             rounds before the device had the variant.
         products: For each device, the matrices of the fleet's model that it would receive after each round; empty for
             methods whose devices keep the models that they train.
+        delivered: For each scored device, the matrix of the model that its app has at the end; empty before the end.
     """
 
-    devices: Mapping[str, Sequence[Ints]]
+    devices: Mapping[str, Sequence[Ints | None]]
     took_part: Mapping[str, Sequence[bool]]
     server: Sequence[Ints | None]
     further: Mapping[str, Mapping[str, Sequence[Ints | None]]] = field(default_factory=dict)
-    products: Mapping[str, Sequence[Ints]] = field(default_factory=dict)
+    products: Mapping[str, Sequence[Ints | None]] = field(default_factory=dict)
+    delivered: Mapping[str, Ints] = field(default_factory=dict)
 
     def figures(self, samples_jc: Ints) -> list[Figures]:
         """Returns every round's CDKT-FL figures, computed from accuracy; `samples_jc` as in `scores.fleet_figures`."""
         rounds = zip(*self.devices.values(), strict=True)
         return [round_figures(kcc, samples_jc, server) for kcc, server in zip(rounds, self.server, strict=True)]
 
-    def last(self) -> list[Ints]:
+    def last(self) -> list[Ints | None]:
         """Returns the devices' confusion matrices after the last round."""
         return [counts[-1] for counts in self.devices.values()]
 
@@ -61,31 +63,65 @@ def read_history(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHi
         run: Name of the run.
         specs: The run's devices.
     """
-    trained = _receipts(store, run)
+    trained = rounds_with_receipts(store, run)
     closed = [item for item in store.runs.rounds(run) if item.status is RoundStatus.CLOSED]
     numbers = [item.number for item in closed]
+    scored = [specs[0].is_scored(number) for number in numbers[:-1]] + [True] * bool(numbers)
     scores = read_scores(specs[0].scores_file)
     noted = {spec.name: _with_receipt(scores[""][spec.name], trained[spec.name]) for spec in specs}
     figures = [item.figures for item in closed]
     server = [
         np.array(figure["global_confusion"], np.int64) if "global_confusion" in figure else None for figure in figures
     ]
-    products = _products(scores.get(PRODUCT, {}), noted, numbers)
-    after_training = {name: after_rounds(of, numbers) for name, of in noted.items()}
+    delivered = {name: of[max(of)] for name, of in scores.get(DELIVERED, {}).items()}
+    if shares_global_model(store.runs.existing(run).config["run"]["method"], specs):
+        products = {spec.name: server for spec in specs} if specs[0].score_every else {}
+        if server[-1:] and server[-1] is not None and specs[0].score_every:
+            delivered = dict.fromkeys(products, server[-1])
+    else:
+        products = _in_scored(_products(scores.get(PRODUCT, {}), noted, numbers), scored)
+    if not products:
+        _add_delivered(noted, delivered, trained)
+    after_training = _in_scored({name: after_rounds(of, numbers) for name, of in noted.items()}, scored)
     return FleetHistory(
         devices=products if products and all(item is None for item in server) else after_training,
-        took_part={name: [number in of for number in numbers] for name, of in noted.items()},
+        took_part={spec.name: [number in trained[spec.name] for number in numbers] for spec in specs},
         further={
-            name: _further(of, trained, numbers) for name, of in sorted(scores.items()) if name not in ("", PRODUCT)
+            name: _in_scored(_further(of, trained, numbers), scored)
+            for name, of in sorted(scores.items())
+            if name not in ("", PRODUCT, DELIVERED)
         },
         server=server,
         products=products,
+        delivered=delivered,
     )
+
+
+def _in_scored(by_device: Mapping[str, Sequence[Ints | None]], scored: Sequence[bool]) -> dict[str, list[Ints | None]]:
+    """Returns the matrices of rounds in which device models are scored, and None for the others."""
+    return {
+        name: [counts if due else None for counts, due in zip(of, scored, strict=True)]
+        for name, of in by_device.items()
+    }
+
+
+def shares_global_model(method: str, specs: Sequence[DeviceSpec]) -> bool:
+    """Returns whether every device receives the global model and uses it."""
+    return device_class(method).shares_fleet_model and not any(spec.validation_file for spec in specs)
+
+
+def _add_delivered(
+    noted: Mapping[str, dict[int, Ints]], delivered: Mapping[str, Ints], trained: Mapping[str, AbstractSet[int]]
+) -> None:
+    """Adds the scores at the end of devices whose last training was not scored; they keep the model that they train."""
+    for name, counts in delivered.items():
+        if trained[name] and max(trained[name]) not in noted[name]:
+            noted[name][max(trained[name])] = counts
 
 
 def _products(
     found: Mapping[str, Mapping[int, Ints]], noted: Mapping[str, Mapping[int, Ints]], rounds: Sequence[int]
-) -> dict[str, list[Ints]]:
+) -> dict[str, list[Ints | None]]:
     """Returns the scores of the fleet's model; a model received in a round counts for the last completed round."""
     if not found:
         return {}
@@ -94,7 +130,7 @@ def _products(
     return {name: after_rounds(start | dict(found.get(name, {})), until) for name, start in starts.items()}
 
 
-def _receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
+def rounds_with_receipts(store: Store, run: str) -> Mapping[str, AbstractSet[int]]:
     """Returns for each device the rounds in which the server has its answer to a step with metrics."""
     steps = _metrics_steps(store.runs.existing(run).config)
     result = defaultdict[str, set[int]](set)
@@ -118,8 +154,7 @@ def _further(
     for device, of in scores.items():
         noted = _with_receipt(of, trained[device])
         if noted:
-            before = sum(number < min(noted) for number in rounds)
-            result[device] = [*[None] * before, *after_rounds(noted, rounds[before:])]
+            result[device] = after_rounds(noted, rounds)
     return result
 
 

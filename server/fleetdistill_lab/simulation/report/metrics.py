@@ -6,6 +6,7 @@ models, `j` test sets (set j belongs to device j), `cc` a confusion matrix. T is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,8 +70,16 @@ def confusion(labels: npt.ArrayLike, predictions: npt.ArrayLike, classes: int) -
 
 
 def accuracy(counts_cc: Cells | Margins) -> float:
-    """Returns the fraction of rows that are predicted correctly."""
+    """Returns the fraction of rows that are predicted correctly; NaN without rows."""
+    if isinstance(counts_cc, np.ndarray) and counts_cc.dtype.kind == "i":  # a report has hundreds of thousands
+        rows = int(counts_cc.sum())
+        return int(counts_cc.trace()) / rows if rows else math.nan
     return float(_accuracies(Margins.of(counts_cc)))
+
+
+def accuracy_or_none(counts_cc: Ints | None) -> float | None:
+    """Returns the accuracy of a confusion matrix; None if there is no matrix."""
+    return None if counts_cc is None else accuracy(counts_cc)
 
 
 def f1_by_class(counts_cc: Cells | Margins) -> Floats:
@@ -208,13 +217,18 @@ def fleet_scores(
     nothing = np.zeros_like(own.hits)
     server = Margins(nothing, nothing, nothing) if server_jcc is None else Margins.of(server_jcc)
     return FleetScores(
-        global_=accuracy(server.total()) if score is accuracy else mean_over_parts(server, score),
+        global_=global_score(server, score),
         c_gen=generic,
         c_spec=specific,
         c_spec_samples=c_spec(own, score, average="samples"),
         c_per=c_per(generic, specific),
         empty_parts=int((own.rows.sum(-1) == 0).sum()),
     )
+
+
+def global_score(server_jcc: Cells | Margins, score: Score = accuracy) -> float:
+    """Returns the score of the global model `[J, C, C]`: accuracy on T, any other score as the mean over test sets."""
+    return accuracy(Margins.of(server_jcc).total()) if score is accuracy else mean_over_parts(server_jcc, score)
 
 
 def _join(parts: Sequence[Margins]) -> Margins:

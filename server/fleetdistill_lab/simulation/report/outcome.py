@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fleetdistill.training.figures import Counts
@@ -39,12 +39,28 @@ class Controls:
     """Results of a simulation's controls.
 
     Attributes:
-        alone: For each device id, the figures of local-only training after each round; empty without this control.
+        alone: For each device id, the figures of local-only training after each round, None where it was not scored;
+            empty without this control.
         fedavg: Results of FedAvg; None without this control.
     """
 
-    alone: Mapping[str, list[Counts]]
+    alone: Mapping[str, list[Counts | None]]
     fedavg: FedAvgControl | None
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """ONNX files of one device, with paths relative to the simulation's folder.
+
+    Attributes:
+        file: The app's model.
+        max_difference: Largest absolute difference between onnxruntime's and PyTorch's logits over all files.
+        variants: File of each variant, `general` first; empty for a single model.
+    """
+
+    file: str
+    max_difference: float
+    variants: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +76,7 @@ class Outcome:
         specs: The devices.
         history: History of the run.
         controls: Results of the finished controls.
+        exports: Exported models of the devices that have one.
         seconds: Duration since the last start, in seconds, controls included.
         finished: False if the simulation was interrupted.
     """
@@ -73,6 +90,7 @@ class Outcome:
     history: FleetHistory
     controls: Controls
     seconds: float
+    exports: Mapping[str, ExportedModel] = field(default_factory=dict)
     finished: bool = True
 
     @property

@@ -131,7 +131,7 @@ def save_report_figure(
     from matplotlib.figure import Figure
 
     heights = {"compared": 4.2 + 0.12 * len(curves)}  # the legend has two columns
-    if max(len(rates) for rates in by_device.devices.values()) > 1:
+    if _are_rounds_scored(by_device):
         heights["rounds"] = 3.9
     shown = rows_shown(len(device_names))
     heights["data"] = max(3.2, 1.5 + 0.3 * len(shown))
@@ -159,6 +159,11 @@ def save_report_figure(
     except OSError as error:
         raise DataError(f"cannot write the figure to {target}: {error}; choose another folder") from error
     return target
+
+
+def _are_rounds_scored(by_device: DeviceCurves) -> bool:
+    """Returns whether device models were scored, in a run of more than one round."""
+    return any(len(rates) > 1 and any(rate is not None for rate in rates) for rates in by_device.devices.values())
 
 
 def _draw_bubbles(ax: Axes, counts: npt.NDArray[np.int64]) -> None:
@@ -205,9 +210,12 @@ def _looks(curves: Sequence[Curve]) -> list[tuple[str, int]]:
 
 
 def _draw_curve(ax: Axes, curve: Curve, colour: str, number: int) -> None:
-    kilobytes = np.array(curve.bytes) / 1e3
-    rates = np.array(curve.accuracy, dtype=np.float64)  # None becomes NaN, which is a gap
-    last = f": {rates[-1]:.1%}" if np.isfinite(rates[-1]) else ""
+    scored = [number for number, rate in enumerate(curve.accuracy) if rate is not None]
+    if not scored:
+        return
+    kilobytes = np.array(curve.bytes)[scored] / 1e3
+    rates = np.array(curve.accuracy, dtype=np.float64)[scored]
+    last = f": {rates[-1]:.1%}" if scored[-1] == len(curve.bytes) - 1 else ""
     label = f"{curve.name}{last} after {readable_bytes(round(curve.bytes[-1]))}"
     marker = _MARKERS[number % len(_MARKERS)]
     if kilobytes[0] < kilobytes[-1]:
@@ -249,4 +257,5 @@ def _dress_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None) ->
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
     below = (0, -0.16)  # below the axes, clear of the curves
-    ax.legend(loc="upper left", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=9)
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(loc="upper left", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=9)

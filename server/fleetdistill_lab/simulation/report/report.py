@@ -6,8 +6,8 @@ import json
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from fleetdistill_lab.simulation.report.comparison import (
     local_only,
 )
 from fleetdistill_lab.simulation.report.device_plots import DeviceCurves
-from fleetdistill_lab.simulation.report.device_report import accuracy_or_none, device_report
+from fleetdistill_lab.simulation.report.device_report import device_report
 from fleetdistill_lab.simulation.report.history import FleetHistory
-from fleetdistill_lab.simulation.report.metrics import Ints, accuracy
+from fleetdistill_lab.simulation.report.metrics import Ints, accuracy_or_none
 from fleetdistill_lab.simulation.report.outcome import Controls, FedAvgControl, Outcome
 from fleetdistill_lab.simulation.report.plots import save_report_figure
 from fleetdistill_lab.simulation.report.results import DeviceReport, FleetReport
@@ -67,7 +67,7 @@ def make_report(done: Outcome) -> FleetReport:
         late=late_figures(by_round),
         further=_mean_further(devices),
         bytes_by_round=cost.bytes_by_round,
-        traffic=[asdict(sent) for sent in done.store.history.traffic_by_kind(done.run)],
+        traffic=_total_traffic(done.store, done.run),
         **_upload_counts(done.store, done.run),
         **_protection(done.store, done.run, figures),
         devices=devices,
@@ -82,6 +82,11 @@ def make_report(done: Outcome) -> FleetReport:
     )
     write_report(report, done.wanted.out)
     return report
+
+
+def _total_traffic(store: Store, run: str) -> list[dict[str, Any]]:
+    rows = [asdict(sent) for sent in store.history.total_traffic(run)]
+    return [{name: value for name, value in row.items() if name != "device"} for row in rows]
 
 
 def _settings(done: Outcome) -> dict[str, Any]:
@@ -100,6 +105,18 @@ def _settings(done: Outcome) -> dict[str, Any]:
         "attack": done.wanted.attack,
         "class_names": list(done.data.classes),
         "proxy_per_class": done.wanted.proxy_per_class or 0,
+        "scored": _scored(done),
+    }
+
+
+def _scored(done: Outcome) -> dict[str, Any]:
+    """Returns what was scored, for `FleetReport.scored`."""
+    rows = len(done.data.test_labels)
+    return {
+        "models": done.wanted.score,
+        "every": done.wanted.rounds_between_scores,
+        "rows": done.wanted.rows_scored(rows) if done.wanted.scores_devices else 0,
+        "test_rows": rows,
     }
 
 
@@ -111,12 +128,12 @@ def _privacy(guarantee: Guarantee | None, devices: Sequence[DeviceReport]) -> di
 
 
 def _mean_accuracies(
-    devices: Sequence[DeviceReport], scores: Mapping[str, FleetFigures], alone: Mapping[str, Sequence[Counts]]
+    devices: Sequence[DeviceReport], scores: Mapping[str, FleetFigures], alone: Mapping[str, Sequence[Counts | None]]
 ) -> dict[str, Any]:
     return {
-        "mean_accuracy_alone": statistics.mean(item[-1].accuracy for item in alone.values()) if alone else None,
-        "mean_accuracy_fleet": statistics.mean(device.accuracy_fleet for device in devices),
-        "mean_accuracy_trained": statistics.mean(device.accuracy_trained for device in devices),
+        "mean_accuracy_alone": _mean_where_known([rate_of(counts[-1]) for counts in alone.values()]),
+        "mean_accuracy_fleet": _mean_where_known([device.accuracy_fleet for device in devices]),
+        "mean_accuracy_trained": _mean_where_known([device.accuracy_trained for device in devices]),
         "mean_own_accuracy_alone": _c_spec(scores, "alone"),
         "mean_own_accuracy_fleet": _mean_where_known([device.own_accuracy_fleet for device in devices]),
         "mean_own_accuracy_trained": _c_spec(scores, "fleet"),
@@ -124,15 +141,22 @@ def _mean_accuracies(
     }
 
 
-def _accuracies_by_round(history: FleetHistory, alone: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
+def rate_of(counts: Counts | None) -> float | None:
+    """Returns the accuracy of counts; None without counts."""
+    return None if counts is None else counts.accuracy
+
+
+def _accuracies_by_round(history: FleetHistory, alone: Mapping[str, Sequence[Counts | None]]) -> dict[str, Any]:
     def of(counts: Mapping[str, Sequence[Ints | None]]) -> dict[str, list[float | None]]:
-        return {device: [accuracy_or_none(item) for item in by_round] for device, by_round in counts.items()}
+        shared = {id(by_round): by_round for by_round in counts.values()}  # all devices may have one model
+        rates = {key: [accuracy_or_none(item) for item in by_round] for key, by_round in shared.items()}
+        return {device: rates[id(by_round)] for device, by_round in counts.items()}
 
     return {
         "accuracy_by_round": of(history.devices),
         "delivered_accuracy_by_round": of(history.products),
         "further_accuracy_by_round": {variant: of(counts) for variant, counts in history.further.items()},
-        "alone_accuracy_by_round": {device: [count.accuracy for count in counts] for device, counts in alone.items()},
+        "alone_accuracy_by_round": {device: [rate_of(count) for count in counts] for device, counts in alone.items()},
     }
 
 
@@ -156,7 +180,8 @@ def _comparison(done: Outcome, shares: Ints, cost: Cost) -> dict[str, Any]:
 
 def write_report(report: FleetReport, out: Path) -> None:
     """Writes report.json and fleet.png to `out`."""
-    (out / "report.json").write_text(json.dumps(asdict(report), indent=1))
+    with (out / "report.json").open("w", encoding="utf-8") as file:
+        file.writelines(json_lines(report))
     save_report_figure(
         out / "fleet.png",
         counts_jc=[device.samples_by_class for device in report.devices],
@@ -168,6 +193,31 @@ def write_report(report: FleetReport, out: Path) -> None:
         alone=report.mean_accuracy_alone,
         title=report_title(report),
     )
+
+
+def json_lines(report: FleetReport) -> Iterator[str]:
+    """Yields the report as JSON: a line for each field, and for each entry of a field with an entry per device."""
+    yield "{"
+    for number, field in enumerate(fields(report)):
+        yield f"{',' if number else ''}\n{json.dumps(field.name)}: "
+        value = getattr(report, field.name)
+        if value and (isinstance(value, list) or field.name.endswith("_by_round")):
+            yield from _json_entries(value)
+        else:
+            yield json.dumps(value, default=vars)
+    yield "\n}\n"
+
+
+def _json_entries(value: Sequence[Any] | Mapping[str, Any]) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        entries = (f"{json.dumps(name)}: {json.dumps(entry, default=vars)}" for name, entry in value.items())
+        yield "{"
+    else:
+        entries = (json.dumps(entry, default=vars) for entry in value)
+        yield "["
+    for number, entry in enumerate(entries):
+        yield f"{',' if number else ''}\n {entry}"
+    yield "}" if isinstance(value, Mapping) else "]"
 
 
 def report_title(report: FleetReport) -> str:
@@ -196,7 +246,7 @@ def _by_device(report: FleetReport) -> DeviceCurves:
     alone = list(report.alone_accuracy_by_round.values())
     fedavg = next((curve.accuracy for curve in report.curves if curve.name == "FedAvg global"), [])
     controls = {
-        "alone, mean": [statistics.mean(rates) for rates in zip(*alone, strict=True)],
+        "alone, mean": [_mean_where_known(rates) for rates in zip(*alone, strict=True)],
         "FedAvg global": fedavg,
         "global model": [] if report.method == "fedavg" else report.global_accuracy_by_round,
     }
@@ -234,13 +284,13 @@ def _compare(done: Outcome, samples_jc: Ints, cost: Cost) -> list[Candidate]:
     return [*own, *candidates("fedavg", fedavg.history, samples_jc, fedavg.cost)]
 
 
-def _alone_row(alone: Mapping[str, Sequence[Counts]], samples_jc: Ints) -> list[ComparisonRow]:
-    counts_kr = [[counts.confusion for counts in of] for of in alone.values()]
+def _alone_row(alone: Mapping[str, Sequence[Counts | None]], samples_jc: Ints) -> list[ComparisonRow]:
+    counts_kr = [[None if counts is None else counts.confusion for counts in of] for of in alone.values()]
     return [local_only(counts_kr, samples_jc).row()] if alone else []
 
 
-def _mean_where_known(rates: Sequence[float]) -> float | None:
-    known = [rate for rate in rates if not math.isnan(rate)]
+def _mean_where_known(rates: Sequence[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None and not math.isnan(rate)]
     return statistics.mean(known) if known else None
 
 
@@ -262,7 +312,7 @@ def _fedavg_figures(fedavg: FedAvgControl | None) -> dict[str, Any]:
     history = fedavg.history
     return {
         "mean_accuracy_fedavg_global": accuracy_or_none(history.server[-1]),
-        "mean_accuracy_fedavg_device": statistics.mean(accuracy(counts) for counts in history.last()),
+        "mean_accuracy_fedavg_device": _mean_where_known([accuracy_or_none(counts) for counts in history.last()]),
         "fedavg_model": fedavg.model,
         "fedavg_settings": fedavg.settings,
     }
@@ -279,7 +329,8 @@ def _scores(history: FleetHistory, samples_jc: Ints, controls: Controls) -> dict
 
     result = {"fleet": last(history)}
     if controls.alone:
-        alone_kcc = [controls.alone[name][-1].confusion for name in history.devices]
+        last_k = [controls.alone[name][-1] for name in history.devices]
+        alone_kcc = [None if counts is None else counts.confusion for counts in last_k]
         result["alone"] = fleet_figures(alone_kcc, samples_jc, None)
     if controls.fedavg is not None:
         result["fedavg"] = last(controls.fedavg.history)

@@ -23,17 +23,17 @@ class DeviceReport:
         parameters: Number of the model's parameters.
         samples: Number of training samples.
         accuracy_alone, own_accuracy_alone: Accuracy after local-only training; None without this control.
-        accuracy_fleet, own_accuracy_fleet: Accuracy of the model in `onnx_file`, measured with onnxruntime. Without
-            a file, accuracy of the model that the device would receive.
+        accuracy_fleet, own_accuracy_fleet: Accuracy of the model that the app has at the end; before, of the model
+            that the device would receive. None if it was not scored.
         accuracy_trained, own_accuracy_trained: Accuracy after the last local training; fedavg, feddkd and dafkd then
             replace the model by the fleet's. For FedDKD_BN, accuracy of the fleet's layers with the device's
-            batch-norm.
+            batch-norm. None if no training was scored.
         bytes_up, bytes_down: Bytes to and from the server, tensors and envelopes, uncompressed.
         sent_up, sent_down: Bytes to and from the server on the wire.
         onnx_file: Path of the app's exported model, relative to `out`; None before the run is over, and
-            for all devices but the first 100.
+            for devices that `Simulation.export` leaves out.
         onnx_max_difference: Largest absolute difference between onnxruntime's and PyTorch's logits over all exported
-            files; None before the run is over.
+            files; None without a file.
         onnx_answers: For each variant, `general` first, the path of its file; empty for a single model.
         further: For each further variant, such as classstats' `personal`, its `accuracy` and `own_accuracy`.
         samples_by_class: Number of training samples of each class, in label order.
@@ -48,11 +48,11 @@ class DeviceReport:
     parameters: int
     samples: int
     accuracy_alone: float | None
-    accuracy_fleet: float
+    accuracy_fleet: float | None
     own_accuracy_alone: float | None
-    own_accuracy_fleet: float
-    accuracy_trained: float
-    own_accuracy_trained: float
+    own_accuracy_fleet: float | None
+    accuracy_trained: float | None
+    own_accuracy_trained: float | None
     bytes_up: int
     bytes_down: int
     sent_up: int
@@ -82,7 +82,10 @@ class FleetReport:
         rounds, completed_rounds: Number of requested and of completed rounds.
         finished: False if the simulation was interrupted; unfinished controls and exported models are then missing.
         seconds: Duration since the last start, in seconds, controls included.
-        mean_accuracy_alone, mean_accuracy_fleet, mean_accuracy_trained: Means of the devices' fields of these names.
+        scored: What was scored: `models` and `every` as in `Simulation.score` and `score_every`, and the number of
+            `rows` for device models of the `test_rows` for the global model.
+        mean_accuracy_alone, mean_accuracy_fleet, mean_accuracy_trained: Means of the devices' fields of these names,
+            over the devices that were scored; None if none was.
         mean_own_accuracy_alone, mean_own_accuracy_fleet, mean_own_accuracy_trained, mean_own_accuracy_fedavg_device:
             Mean own-class accuracies over the devices with samples of a class of the test set; None if there are none.
             All but `fleet` are C-Spec in accuracy.
@@ -98,8 +101,8 @@ class FleetReport:
         bytes_by_round: For each completed round, bytes from (`up`) and to (`down`) a device, tensors and envelopes,
             mean over all devices. Traffic of short rounds, initial weights and the proxy set count in the next
             completed round, and delivery of the final result in the last round, so that the sum is the total.
-        traffic: Bytes by round, device, direction and kind of part, uncompressed and on the wire (`sent_bytes`);
-            headers have the kind "envelope".
+        traffic: Bytes of all devices by round, direction and kind of part, uncompressed and on the wire
+            (`sent_bytes`); headers have the kind "envelope".
         acknowledged_uploads, used_uploads, reported_uploads, refused_uploads: Number of answers with a receipt, of
             those that a round used, of those reported as lost, and of refused uploads.
         hostile, attack: Number of hostile devices, the first ones, and their attack.
@@ -108,7 +111,8 @@ class FleetReport:
         models_kept, models_replaced: Number of times that apps kept or replaced their model; 0 without
             `validation_share`.
         devices: Results of the devices.
-        accuracy_by_round: For each device, the accuracy of its model after local training.
+        accuracy_by_round: For each device, the accuracy of its model after local training; None for rounds that
+            `scored` leaves out, and before the device's first score. So for all fields of devices by round.
         delivered_accuracy_by_round: For each device, the accuracy of the model that it would receive after each
             round; empty for methods whose devices keep the models in `accuracy_by_round`.
         further_accuracy_by_round: For each further variant and device, its accuracy; None before the device had it.
@@ -137,9 +141,10 @@ class FleetReport:
     completed_rounds: int
     finished: bool
     seconds: float
+    scored: dict[str, Any]
     mean_accuracy_alone: float | None
-    mean_accuracy_fleet: float
-    mean_accuracy_trained: float
+    mean_accuracy_fleet: float | None
+    mean_accuracy_trained: float | None
     mean_own_accuracy_alone: float | None
     mean_own_accuracy_fleet: float | None
     mean_own_accuracy_trained: float | None
@@ -165,11 +170,11 @@ class FleetReport:
     models_kept: int
     models_replaced: int
     devices: list[DeviceReport]
-    accuracy_by_round: dict[str, list[float]]
-    delivered_accuracy_by_round: dict[str, list[float]]
+    accuracy_by_round: dict[str, list[float | None]]
+    delivered_accuracy_by_round: dict[str, list[float | None]]
     further_accuracy_by_round: dict[str, dict[str, list[float | None]]]
     global_accuracy_by_round: list[float | None]
-    alone_accuracy_by_round: dict[str, list[float]]
+    alone_accuracy_by_round: dict[str, list[float | None]]
     class_names: list[str]
     proxy_per_class: int
     control_rounds: int

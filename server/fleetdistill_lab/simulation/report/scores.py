@@ -23,10 +23,12 @@ from fleetdistill_lab.simulation.report.metrics import (
     f1_macro,
     f1_weighted,
     fleet_scores,
+    global_score,
     median_of_rounds,
 )
 
 SCORES: Mapping[str, Score] = {"accuracy": accuracy, "f1_weighted": f1_weighted, "f1_macro": f1_macro}
+_FIGURES = ("global", "c_gen", "c_spec", "c_spec_samples", "c_per")
 _LAST_ROUNDS_OF_UA = 10
 _LAST_ROUNDS_OF_MEDIANS = 20
 
@@ -57,11 +59,12 @@ def _rates(counts_cc: Ints) -> Floats:
     return rates_cc
 
 
-def fleet_figures(device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints | None) -> FleetFigures:
+def fleet_figures(device_kcc: Sequence[Ints | None], samples_jc: Ints, server_cc: Ints | None) -> FleetFigures:
     """Returns CDKT-FL's four figures of one round for every score.
 
     Args:
-        device_kcc: For each device, its model's confusion matrix `[C, C]` on the global test set.
+        device_kcc: For each device, its model's confusion matrix `[C, C]` on the global test set; None for a device
+            that was not scored, which counts in no figure but that of the global model.
         samples_jc: `[J, C]`, number of device j's training samples of each class, in the same order.
         server_cc: Confusion matrix of the global model; None without one.
     """
@@ -69,16 +72,19 @@ def fleet_figures(device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints 
     return {name: _figures(*parts, score) for name, score in SCORES.items()}
 
 
-def round_figures(device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints | None) -> Figures:
+def round_figures(device_kcc: Sequence[Ints | None], samples_jc: Ints, server_cc: Ints | None) -> Figures:
     """Returns CDKT-FL's four figures of one round, computed from accuracy; arguments as in `fleet_figures`."""
     return _figures(*_on_all_parts(device_kcc, samples_jc, server_cc), accuracy)
 
 
 def _on_all_parts(
-    device_kcc: Sequence[Ints], samples_jc: Ints, server_cc: Ints | None
+    device_kcc: Sequence[Ints | None], samples_jc: Ints, server_cc: Ints | None
 ) -> tuple[Sequence[Margins], Margins | None]:
     """Returns the device models' and the global model's margins on all own test sets."""
-    return _InMixes(device_kcc, samples_jc), None if server_cc is None else margins_in_mix(server_cc, samples_jc)
+    scored = [number for number, counts in enumerate(device_kcc) if counts is not None]
+    known_kcc = [counts for counts in device_kcc if counts is not None]
+    server = None if server_cc is None else margins_in_mix(server_cc, samples_jc)
+    return _InMixes(known_kcc, samples_jc[scored]), server
 
 
 class _InMixes(Sequence[Margins]):
@@ -116,6 +122,8 @@ def margins_in_mix(counts_cc: Ints, samples_jc: Ints) -> Margins:
 
 
 def _figures(counts_kjcc: Sequence[Margins], server_jcc: Margins | None, score: Score) -> Figures:
+    if not counts_kjcc:
+        return {**dict.fromkeys(_FIGURES), "global": None if server_jcc is None else global_score(server_jcc, score)}
     result = fleet_scores(counts_kjcc, server_jcc, score)
     figures = {
         "global": result.global_,

@@ -31,19 +31,38 @@ def _add(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
     at = archive.fp.tell() + _LOCAL_HEADER + len(name) + 4 + header.tell()  # type: ignore[union-attr]  # opened above
     padding = -at % _ALIGNMENT
     member.extra = _PADDING_ID + padding.to_bytes(2, "little") + bytes(padding)
-    archive.writestr(member, header.getvalue() + array.tobytes())
+    member.file_size = header.tell() + array.nbytes
+    with archive.open(member, "w") as out:
+        out.write(header.getvalue())
+        if array.size:
+            out.write(array.reshape(-1).view(np.uint8).data)
 
 
-def load_arrays(file: str | Path) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the inputs and labels of a file of `save_arrays`.
+def slice_of(file: str, first: int, stop: int) -> str:
+    """Returns the name of some rows of a file, for `load_arrays`."""
+    return f"{file}[{first}:{stop}]"
+
+
+def split_slice(name: str | Path) -> tuple[str, slice]:
+    """Returns the file and the rows of a name from `slice_of`; all rows of any other file."""
+    file, bracket, rows = str(name).removesuffix("]").rpartition("[")
+    if not bracket or not str(name).endswith("]"):
+        return str(name), slice(None)
+    first, _, stop = rows.partition(":")
+    return file, slice(int(first), int(stop))
+
+
+def load_arrays(name: str | Path) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the inputs and labels of a file of `save_arrays`, or of some of its rows, named by `slice_of`.
 
     The arrays are private copies that the system makes page by page, on a write: processes that only read the same
     file share its memory.
     """
+    file, rows = split_slice(name)
     with open(file, "rb") as opened, zipfile.ZipFile(opened) as archive:
         mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         inputs, labels = (_map_file(mapped, archive.getinfo(f"{name}.npy")) for name in ("inputs", "labels"))
-    return inputs, labels
+    return inputs[rows], labels[rows]
 
 
 def _map_file(mapped: mmap.mmap, member: zipfile.ZipInfo) -> np.ndarray:

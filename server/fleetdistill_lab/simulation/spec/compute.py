@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,12 @@ from torch import nn
 from fleetdistill.compute.base import Computed
 from fleetdistill.compute.torch_compute import TorchCompute
 from fleetdistill.data.samples import Samples, read_samples
-from fleetdistill.knowledge import Kind
+from fleetdistill.knowledge import DELIVER, RECEIVED, RESULT, Kind
 from fleetdistill.methods.base import Ask
 from fleetdistill.replacement import SPLIT
-from fleetdistill.training.figures import Counts
+from fleetdistill.training.figures import Counts, place_of
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
-from fleetdistill_lab.simulation.spec.arrays import load_arrays
+from fleetdistill_lab.simulation.spec.arrays import load_arrays, split_slice
 
 _MAX_SCORES = 64
 
@@ -27,57 +27,76 @@ class Shared:
     """What the devices of one process of a simulation share; several threads may use it.
 
     Attributes:
-        scores: Scores of models on the test set, by architecture and weights; the newest ones.
-        received: Architecture, step and payload of the last ask, and the scores of the fleet model in it.
+        scores: Counts of models on the test set, by architecture and weights; the newest ones.
+        profiles: What profiles say of a model, by its name.
     """
 
     def __init__(self) -> None:
-        self.scores: OrderedDict[tuple[str, bytes], list[tuple[str, Counts]]] = OrderedDict()
-        self.received: tuple[tuple[str, str, bytes], dict[str, Counts]] = ("", "", b""), {}
+        self.scores: OrderedDict[tuple[str, bytes], Counts] = OrderedDict()
         self._samples: dict[str, Samples] = {}
+        self.profiles: dict[str, contract_pb2.DeviceProfile] = {}
 
-    def samples(self, file: str) -> Samples:
-        """Returns the samples of a data file that many devices read; they are read and checked once."""
+    def samples(self, name: str) -> Samples:
+        """Returns the samples of a data file, or of some of its rows; each file is read and checked once."""
+        file, rows = split_slice(name)
         if file not in self._samples:
             self._samples[file] = read_samples(load_arrays(file))
-        return self._samples[file]
+        whole = self._samples[file]
+        return whole if rows == slice(None) else whole.part(rows)
 
 
 class SimulatedCompute(TorchCompute):
-    """A `TorchCompute` that scores a model that many devices have received, such as the global model, only once.
+    """A `TorchCompute` that scores models on the test set in some rounds only, and equal models once.
 
     Args:
         contract: The run's contract.
         shared: What the devices of this process share.
+        is_scored: Returns whether models are scored after a round, given its number.
         given: Arguments of `TorchCompute`.
     """
 
-    def __init__(self, contract: contract_pb2.Contract, shared: Shared, **given: Any) -> None:
+    def __init__(
+        self, contract: contract_pb2.Contract, shared: Shared, is_scored: Callable[[int], bool], **given: Any
+    ) -> None:
         super().__init__(contract, **given)
         self._shared = shared
-        self._payload = b""  # of the ask in progress
+        self._is_scored = is_scored
+        self._round = 0  # of the ask in progress
+
+    def _describe_model(self, profile: contract_pb2.DeviceProfile) -> None:
+        known = self._shared.profiles
+        if self._model_name not in known:
+            known[self._model_name] = contract_pb2.DeviceProfile()
+            super()._describe_model(known[self._model_name])
+        profile.MergeFrom(known[self._model_name])
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
-        self._payload = ask.payload
+        self._round = ask.round
         return super().answer(ask, parts, allow)
 
     def _score_received(self, ask: Ask) -> tuple[dict[str, Counts], nn.Module | None]:
-        if not self.method.shares_fleet_model or SPLIT in self._scored:
-            return super()._score_received(ask)
-        key = self._model_name, ask.step, self._payload
-        result = self._shared.received  # another thread may replace it
-        if result[0] != key:
-            result = self._shared.received = key, super()._score_received(ask)[0]
-        return result[1], None  # without validation data the model takes part in no decision
+        # A model that all devices receive is the global model, which the engine scores.
+        is_scored = not self.method.shares_fleet_model and self._is_due(RESULT if ask.step == DELIVER else RECEIVED)
+        return super()._score_received(ask) if is_scored or SPLIT in self._scored else ({}, None)
+
+    def _is_due(self, name: str) -> bool:
+        """Returns whether a model is scored on the test set; a received one is the previous round's result."""
+        return self._is_scored(self._round - (name == RECEIVED))
 
     def _score_model(self, name: str, model: nn.Module) -> list[tuple[str, Counts]]:
-        key = f"{self._model_name}/{name}", _digest(model)
-        scores = self._shared.scores
-        if SPLIT in self._scored:  # the device's own data, so no other device has these scores
+        if self._is_due(name):
             return super()._score_model(name, model)
+        return [(place_of(SPLIT, name), self._counts(model, SPLIT))] if SPLIT in self._scored else []
+
+    def _counts(self, model: nn.Module, split: str) -> Counts:
+        return super()._counts(model, split) if split == SPLIT else self.score(model)
+
+    def score(self, model: nn.Module) -> Counts:
+        """Returns the counts of a model on the test set."""
+        key, scores = (self._model_name, _digest(model)), self._shared.scores
         result = scores.get(key)
         if result is None:
-            result = scores[key] = super()._score_model(name, model)
+            result = scores[key] = super()._counts(model, "test")
             while len(scores) > _MAX_SCORES:
                 scores.popitem(last=False)
         return result

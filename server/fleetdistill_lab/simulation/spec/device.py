@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,14 +16,13 @@ from fleetdistill.link.base import Link
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state.directory import Storage
-from fleetdistill_lab.simulation.spec.arrays import load_arrays
+from fleetdistill_lab.simulation.spec.arrays import load_arrays, split_slice
 from fleetdistill_lab.simulation.spec.score_log import PRODUCT, append_scores
 
 if TYPE_CHECKING:
     from fleetdistill.compute.base import MakeCompute
-    from fleetdistill.compute.torch_compute import TorchCompute
     from fleetdistill.wire.v1 import contract_pb2
-    from fleetdistill_lab.simulation.spec.compute import Shared
+    from fleetdistill_lab.simulation.spec.compute import Shared, SimulatedCompute
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class DeviceSpec:
         model: Name of a built-in model, or package.module:factory.
         seed: The simulation's seed; the model's initial weights are derived from it and `name`.
         classes: Number of classes of the contract.
-        data_file: Path of the training data, an `.npz` with `inputs` and `labels`.
+        data_file: Training data, an `.npz` with `inputs` and `labels`, or some of its rows; see `arrays.load_arrays`.
         test_file: Path of the test set, in the same format.
         state_dir: Path of the device's state directory.
         run: Name of the run.
@@ -44,7 +42,9 @@ class DeviceSpec:
         predictor: Name in `fleetdistill.models.PREDICTORS`, for methods that train a predictor on fixed features.
         attack: Attack of a hostile device, a name in `hostile.ATTACKS`; empty for an honest device.
         modules: Modules that the device's process imports to register methods.
-        exports: Whether the device exports its model at the end of the run.
+        score_every: Rounds from one score of the device's models on the test set to the next; 0 for no score.
+        last_round: Number of the run's last round, which is scored unless `score_every` is 0.
+        torch_device: Torch device on which the device trains.
     """
 
     name: str
@@ -59,22 +59,24 @@ class DeviceSpec:
     predictor: str = USUAL_PREDICTOR
     attack: str = ""
     modules: tuple[str, ...] = ()
-    exports: bool = True
+    score_every: int = 1
+    last_round: int = 0
+    torch_device: str = "cpu"
 
     @property
     def rows(self) -> int:
-        """Number of training rows in the data file; a private or hostile device declares another number."""
-        return len(load_arrays(self.data_file)[1])
+        """Number of training rows; a private or hostile device declares another number."""
+        rows = split_slice(self.data_file)[1]
+        return len(load_arrays(self.data_file)[1]) if rows.stop is None else rows.stop - rows.start
 
     @property
     def scores_file(self) -> Path:
         """Path of the simulation's score log, which its devices share."""
         return Path(self.state_dir).parent / "scores.jsonl"
 
-    @property
-    def exported_file(self) -> Path:
-        """Path of the JSON file that describes the exported ONNX model."""
-        return Path(self.state_dir) / "exported.json"
+    def is_scored(self, number: int) -> bool:
+        """Returns whether the device's models are scored after round `number`."""
+        return self.score_every > 0 and (number % self.score_every == 0 or number >= self.last_round)
 
 
 def build_device_model(spec: DeviceSpec, input_shape: tuple[int, ...]):  # type: ignore[no-untyped-def]  # a torch module
@@ -93,7 +95,7 @@ def make_device(
     compute: MakeCompute | None = None,
     clock: Clock | None = None,
 ) -> Device:
-    """Builds the SDK device of a spec, which logs its scores and its exported model.
+    """Builds the SDK device of a spec, which logs its scores.
 
     Args:
         spec: The device.
@@ -104,17 +106,14 @@ def make_device(
     """
 
     def note(event: Event) -> None:
-        if event.kind == "exported":
-            new = spec.exported_file.with_suffix(".new")
-            new.write_text(json.dumps(event.values))
-            new.replace(spec.exported_file)
-        elif event.kind == "scored":
-            split, _, variant = event.values["split"].partition("/")
-            if split == "test" and variant in (RECEIVED, RESULT):
-                completed = event.round - (variant == RECEIVED)  # a received model is the previous round's result
-                append_scores(spec.scores_file, spec.name, completed, event.values["confusion"], PRODUCT)
-            elif split == "test":
-                append_scores(spec.scores_file, spec.name, event.round, event.values["confusion"], variant)
+        if event.kind != "scored":
+            return
+        split, _, variant = event.values["split"].partition("/")
+        if split == "test" and variant in (RECEIVED, RESULT):
+            completed = event.round - (variant == RECEIVED)  # a received model is the previous round's result
+            append_scores(spec.scores_file, spec.name, completed, event.values["confusion"], PRODUCT)
+        elif split == "test":
+            append_scores(spec.scores_file, spec.name, event.round, event.values["confusion"], variant)
 
     return Device(
         server=Server(server, run=spec.run),
@@ -123,10 +122,7 @@ def make_device(
         device_id=spec.name,
         allow=COLUMNS,
         on_event=note,
-        deployment=Deployment(
-            export="finish" if spec.exports else "never",
-            keep_versions=1,  # nothing rolls a simulated device back
-        ),
+        deployment=Deployment(export="never", keep_versions=1),  # nothing rolls back a simulated device
         runtime=Runtime(clock=clock),
     )
 
@@ -136,40 +132,44 @@ def _backend(spec: DeviceSpec, compute: MakeCompute | None) -> Mapping[str, Any]
     if compute is not None:
         return {"worker": compute}
     if spec.attack:
-        return {"worker": lambda contract: _hostile(spec, contract, _computes(spec, load_arrays(spec.test_file)))}
-    return _computes(spec, load_arrays(spec.test_file))
+        return {"worker": partial(make_compute, spec)}
+    return _computes(spec, load_arrays)
 
 
-def _computes(spec: DeviceSpec, test_data: Any) -> dict[str, Any]:
-    """Returns the arguments `model` and `data` of `TorchCompute`."""
-    data = load_arrays(spec.data_file)
-    validation_data = load_arrays(spec.validation_file) if spec.validation_file else None
-    make_model = partial(build_device_model, spec, data[0].shape[1:])
+def _computes(spec: DeviceSpec, read: Callable[[str], Any]) -> dict[str, Any]:
+    """Returns the arguments `model` and `data` of `TorchCompute`.
+
+    Args:
+        spec: The device.
+        read: Returns the data of a file.
+    """
+    data = read(spec.data_file)
+    make_model = partial(build_device_model, spec, load_arrays(spec.data_file)[0].shape[1:])
     return {
-        "model": TorchModel(make_model, name=spec.model, predictor=spec.predictor),
-        "data": Splits(data, test_data=test_data, validation_data=validation_data),
+        "model": TorchModel(make_model, name=spec.model, predictor=spec.predictor, torch_device=spec.torch_device),
+        "data": Splits(
+            data,
+            test_data=read(spec.test_file) if spec.score_every else None,
+            validation_data=read(spec.validation_file) if spec.validation_file else None,
+        ),
     }
 
 
-def make_compute(spec: DeviceSpec, contract: contract_pb2.Contract, shared: Shared) -> TorchCompute:
-    """Builds the compute backend of a device that shares its process with others.
+def make_compute(spec: DeviceSpec, contract: contract_pb2.Contract, shared: Shared | None = None) -> SimulatedCompute:
+    """Builds the compute backend of a device.
 
     Args:
         spec: The device.
         contract: The run's contract.
-        shared: What the devices of the process share.
+        shared: What the devices of the process share; None for nothing.
     """
-    from fleetdistill_lab.simulation.spec.compute import SimulatedCompute
-
-    computes = _computes(spec, shared.samples(spec.test_file))
-    if spec.attack:
-        return _hostile(spec, contract, computes)
-    return SimulatedCompute(contract, shared, **computes)
-
-
-def _hostile(spec: DeviceSpec, contract: contract_pb2.Contract, computes: Mapping[str, Any]) -> TorchCompute:
+    from fleetdistill_lab.simulation.spec.compute import Shared, SimulatedCompute
     from fleetdistill_lab.simulation.spec.hostile import HostileCompute, flip
 
-    inputs, labels = computes["data"].data
-    flipped_data = replace(computes["data"], data=(inputs, flip(spec.attack, labels, spec.classes)))
-    return HostileCompute(contract, spec.attack, **{**computes, "data": flipped_data})
+    known = shared or Shared()
+    computes = _computes(spec, known.samples)
+    if not spec.attack:
+        return SimulatedCompute(contract, known, spec.is_scored, **computes)
+    inputs, labels = load_arrays(spec.data_file)
+    computes["data"] = replace(computes["data"], data=(inputs, flip(spec.attack, labels, spec.classes)))
+    return HostileCompute(contract, spec.attack, known, spec.is_scored, **computes)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from fleetdistill.compute.base import Computed
-from fleetdistill.compute.torch_compute import TorchCompute
 from fleetdistill.knowledge import (
     Array,
     Discriminator,
@@ -25,6 +24,7 @@ from fleetdistill.knowledge import (
     WeightedPredictions,
 )
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill_lab.simulation.spec.compute import SimulatedCompute
 
 DECLARED = 10**9
 """Number of samples that an attacker with the attack `declares` claims, if the run allows as many."""
@@ -69,17 +69,16 @@ def flip(attack: str, labels: Array, classes: int) -> Array:
     return classes - 1 - labels if attack in _FLIPS else labels
 
 
-class HostileCompute(TorchCompute):
-    """A `TorchCompute` that computes honest answers and modifies them according to an attack.
+class HostileCompute(SimulatedCompute):
+    """A `SimulatedCompute` that computes honest answers and modifies them according to an attack.
 
     Args:
-        contract: The run's contract.
         attack: A name in `ATTACKS`.
-        given: Arguments of `TorchCompute`.
+        given: Arguments of `SimulatedCompute`.
     """
 
-    def __init__(self, contract: contract_pb2.Contract, attack: str, **given: Any) -> None:
-        super().__init__(contract, **given)
+    def __init__(self, contract: contract_pb2.Contract, attack: str, *given: Any, **data: Any) -> None:
+        super().__init__(contract, *given, **data)
         self._attack = attack
         self._declared = min(contract.max_samples or DECLARED, DECLARED)
 

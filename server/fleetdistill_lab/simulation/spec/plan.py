@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,20 @@ from fleetdistill_lab.simulation.data.datasets import Dataset, stratified_rows
 from fleetdistill_lab.simulation.data.hold_out import hold_out_validation, proxy_rows
 from fleetdistill_lab.simulation.data.partition import partition, partition_parameters
 from fleetdistill_lab.simulation.data.split import Ints, Partition
-from fleetdistill_lab.simulation.spec.arrays import save_arrays
+from fleetdistill_lab.simulation.spec.arrays import save_arrays, slice_of
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.methods import modules_of, server_class
 from fleetdistill_server.methods.base import Needs
+from fleetdistill_server.methods.context import pick_torch_device
 from fleetdistill_server.store.store import Store
 
 RUN = "simulation"
 NO_DEADLINE_SECONDS = 1e7
 """Deadline and lease without simulated time, in seconds; long enough that neither expires before a resume."""
 PROXY_PER_CLASS = 8
-MAX_EXPORTS = 100
-"""Number of devices that export their model; the report scores the others by the model that they have."""
 DIGITS_MODELS = ("digits_linear", "digits_mlp_small", "digits_mlp_large", "digits_cnn_small", "digits_cnn_large")
 RESNET_MODELS = ("resnet2", "resnet4", "resnet6", "resnet10", "resnet12")
 
@@ -41,7 +41,7 @@ class Fleet:
     """A simulation that is ready to run.
 
     Attributes:
-        data: The data set, without the proxy set's rows.
+        data: The data set without the proxy set's rows and without images.
         split: Partition of the training data over the devices.
         config: Configuration of the run.
         specs: The devices.
@@ -122,7 +122,7 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
             "model": {"extractor": extractor, "server": server, "device": _device_model(wanted, data)},
             "method": dict(wanted.settings),
             "proxy": _proxy_section(wanted, data, work),
-            "evaluation": {"data": str(work / "test.npz"), "trusted_rows": 0},  # the test set must not filter answers
+            "evaluation": _evaluation(wanted, work),
             "server": {
                 "listen": "127.0.0.1:0",
                 "store": str(store or work / "store"),
@@ -132,6 +132,14 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
             "limits": _limits(wanted.devices),
         }
     )
+
+
+def _evaluation(wanted: Simulation, work: Path) -> dict[str, Any]:
+    """Returns the section [evaluation]. The test set must not filter answers, so no row is trusted."""
+    if wanted.score == "none":
+        return {}
+    every = wanted.rounds_between_scores if wanted.score == "global" else 1
+    return {"data": str(work / "test.npz"), "trusted_rows": 0, "every": every}
 
 
 def _deadline(wanted: Simulation) -> dict[str, float]:
@@ -153,11 +161,16 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
     models = device_models(wanted, data)
     predictors = wanted.predictors or tuple(PREDICTORS)
     modules = modules_of(wanted.method) if wanted.has_workers and not wanted.modules else _modules(wanted)
-    test_file = save_arrays(work / "test.npz", data.test_images.numpy(), data.test_labels.numpy())
+    save_arrays(work / "test.npz", data.test_images.numpy(), data.test_labels.numpy())
+    test_file = _save_scored_rows(wanted, data, work)
+    labels, seed = data.train_labels.numpy(), wanted.seed
+    parts = [hold_out_validation(labels, rows, wanted.validation_share, seed) for rows in split.indices]
+    data_files = _save_parts(data, [own for own, _ in parts], work / "train.npz")
+    held_out_files = _save_parts(data, [held_out for _, held_out in parts], work / "validation.npz")
+    torch_device = str(pick_torch_device(wanted.torch_device))
     specs = []
-    for number, rows in enumerate(split.indices):
+    for number, (data_file, validation_file) in enumerate(zip(data_files, held_out_files, strict=True)):
         name = f"device-{number:0{len(str(wanted.devices - 1))}d}"
-        own, held_out = hold_out_validation(data.train_labels.numpy(), rows, wanted.validation_share, wanted.seed)
         specs.append(
             DeviceSpec(
                 name=name,
@@ -166,16 +179,28 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
                 attack=wanted.attack if number < wanted.hostile else "",
                 seed=wanted.seed,
                 classes=len(data.classes),
-                data_file=_save_rows(data, own, work / f"{name}.npz"),
-                validation_file=_save_rows(data, held_out, work / f"{name}-validation.npz") if len(held_out) else "",
+                data_file=data_file,
+                validation_file=validation_file,
                 test_file=test_file,
                 state_dir=str(work / name),
                 run=RUN,
                 modules=tuple(modules),
-                exports=number < MAX_EXPORTS,
+                score_every=wanted.rounds_between_scores if wanted.scores_devices else 0,
+                last_round=wanted.rounds_to_complete,
+                torch_device=torch_device,
             )
         )
     return specs
+
+
+def _save_scored_rows(wanted: Simulation, data: Dataset, work: Path) -> str:
+    """Writes the test rows on which device models are scored, and returns their file; all rows are in test.npz."""
+    labels = data.test_labels.numpy()
+    count = wanted.rows_scored(len(labels))
+    if count == len(labels):
+        return str(work / "test.npz")
+    rows = stratified_rows(labels, count, wanted.seed)
+    return save_arrays(work / "scored.npz", data.test_images[rows].numpy(), labels[rows])
 
 
 def _modules(wanted: Simulation) -> list[str]:
@@ -185,8 +210,20 @@ def _modules(wanted: Simulation) -> list[str]:
     return modules_of(wanted.method)
 
 
-def _save_rows(data: Dataset, rows: Ints, file: Path) -> str:
-    return save_arrays(file, data.train_images[rows].numpy(), data.train_labels[rows].numpy())
+def _save_parts(data: Dataset, parts: Sequence[Ints], file: Path) -> list[str]:
+    """Writes the devices' rows into one file, in the order of the devices; returns the name of each part.
+
+    An empty part has an empty name, and without rows there is no file.
+    """
+    rows = np.concatenate(parts)
+    if not len(rows):
+        return [""] * len(parts)
+    save_arrays(file, data.train_images[rows].numpy(), data.train_labels[rows].numpy())
+    stops = np.cumsum([len(part) for part in parts]).tolist()
+    return [
+        slice_of(str(file), stop - len(part), stop) if len(part) else ""
+        for part, stop in zip(parts, stops, strict=True)
+    ]
 
 
 def _models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ START = 0
 """Round number of the initial models' scores."""
 PRODUCT = "/product"
 """Variant of the fleet's models that devices receive, logged under the last round that changed them."""
+DELIVERED = "/delivered"
+"""Variant of the models that devices have at the end, logged under their last training."""
 Scores = Mapping[str, Mapping[str, Mapping[int, Ints]]]
 """Confusion matrices `[C, C]` by variant, device and round. The general variant has an empty name."""
 
@@ -55,12 +57,15 @@ def _matrix(classes: int, cells: Sequence[Sequence[int]]) -> Ints:
     return result
 
 
-def after_rounds(noted: Mapping[int, Ints], rounds: Sequence[int]) -> list[Ints]:
-    """Returns the confusion matrix of the model that a device has after each of these rounds.
+def after_rounds(noted: Mapping[int, Ints], rounds: Sequence[int]) -> list[Ints | None]:
+    """Returns the confusion matrix of the model that a device has after each of these rounds, as last scored.
 
     Args:
-        noted: Scores of a device by round, with the round `START`.
+        noted: Scores of a device by round.
         rounds: Numbers of the rounds, ascending.
+
+    Returns:
+        A matrix for each round; None before the first score.
     """
     numbers = sorted(noted)
-    return [noted[numbers[bisect(numbers, last) - 1]] for last in rounds]
+    return [noted[numbers[at - 1]] if (at := bisect(numbers, last)) else None for last in rounds]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,14 @@ Factory = Callable[..., Any]
 """Function that builds a torch module."""
 CONTROL_ROUNDS = 30
 """Number of rounds of the controls for a method with one exchange."""
+MAX_SCORED_ROUNDS = 10
+"""Number of rounds after which device models are scored, at most, with `score = "sampled"`."""
+MAX_SCORED_ROWS = 2000
+"""Number of test rows on which device models are scored, at most, with `score = "sampled"`."""
+
+
+SCORED = ("sampled", "devices", "global", "none")
+EXPORTED = ("one", "best", "all", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +94,19 @@ class Simulation:
         ray_address: Address of a Ray cluster, as in `ray.init`; empty for `workers` Ray workers on this machine.
         threads: Number of torch threads of the engine and of each device.
         knowledge_type: Element type of knowledge on the wire: float16, float32 or uint8.
-        torch_device: Torch device of the server half: auto, cpu or cuda.
+        torch_device: Torch device of the server half and of the devices' training: cpu, cuda, or auto for CUDA if there
+            is one. Results are equal to the bit on one kind of torch device only.
         out: Folder for report.json, fleet.png and the models. Its subfolder `work` has the simulation's state.
+        score: Models that are scored on the test set. `sampled`: the global model after each round on all rows, and the
+            device models at the end and at up to ten points before on at most 2,000 rows. `devices`: the same after
+            each round on all rows, the device models that took no part included. `global`: the global model only.
+            `none`: no model.
+        score_every: Rounds from one score of the device models to the next, or with `global` of the global model;
+            None for the rule of `score`. The last round is always scored.
+        score_rows: Number of test rows on which device models are scored, drawn once by class; None for the rule of
+            `score`.
+        export: Devices whose models are written as ONNX at the end: `one` of each architecture, `best` for the most
+            accurate one of each architecture, `all`, `none`, or a number of devices, the first ones.
         with_alone: Whether to train every device without the fleet as a control.
         with_fedavg: Whether to run FedAvg on the same data as a control, over the in-memory link. Every device has the
             largest of the device models and makes as many passes over the labels as in the method. All other settings
@@ -131,10 +151,16 @@ class Simulation:
     knowledge_type: Literal["float16", "float32", "uint8"] = "float16"
     torch_device: str = "auto"
     out: Path = Path("out/simulation")
+    score: Literal["sampled", "devices", "global", "none"] = "sampled"
+    score_every: int | None = None
+    score_rows: int | None = None
+    export: Literal["one", "best", "all", "none"] | int = "one"
     with_alone: bool = True
     with_fedavg: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.export, str) and self.export.isdecimal():
+            object.__setattr__(self, "export", int(self.export))
         if not isinstance(self.dataset, str) or self.dataset.endswith(".npz"):
             object.__setattr__(self, "dataset", _as_dataset(self.dataset))
         object.__setattr__(self, "out", Path(self.out))
@@ -161,6 +187,24 @@ class Simulation:
         if self.min_devices is not None:
             return self.min_devices
         return self.devices if self.behaviour is None else min(max(self.devices_per_round, 2), self.devices)
+
+    @property
+    def scores_devices(self) -> bool:
+        """Whether device models are scored."""
+        return self.score in ("sampled", "devices")
+
+    @property
+    def rounds_between_scores(self) -> int:
+        """Rounds from one score to the next: `score_every`, or its default."""
+        if self.score_every is not None:
+            return self.score_every
+        return math.ceil(self.rounds_to_complete / MAX_SCORED_ROUNDS) if self.score == "sampled" else 1
+
+    def rows_scored(self, test_rows: int) -> int:
+        """Number of rows of the test set on which device models are scored: `score_rows`, or its default."""
+        if self.score_rows is not None:
+            return min(self.score_rows, test_rows)
+        return min(MAX_SCORED_ROWS, test_rows) if self.score == "sampled" else test_rows
 
     @property
     def has_workers(self) -> bool:

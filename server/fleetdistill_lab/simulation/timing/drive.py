@@ -238,7 +238,7 @@ class SimulatedTime(DriveFleet):
             self._api.sessions.mark_present(self._run, name)
         else:
             self._known.add(name)
-            self._devices.step(name)
+            self._devices.join([name])
         return not self._open or name in self._open
 
     def _begin(self, ask: Ask) -> bool:
