@@ -36,7 +36,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "rounds": ("--rounds", int),
     "seed": ("--seed", int),
     "link": ("--link", str),
-    "workers": ("--workers", int),
+    "workers": ("--workers", str),
     "score": ("--score", str),
     "score_every": ("--score-every", int),
     "score_rows": ("--score-rows", int),

@@ -17,7 +17,9 @@ from support.long import long_except
 from support.processes import children, wait_until
 from support.undisturbed import Undisturbed
 
-from fleetdistill.errors import RunError
+from fleetdistill.errors import ConfigurationError, RunError
+from fleetdistill_lab import Simulation
+from fleetdistill_lab.simulation.backends.choice import backend_of, check_backend, seconds_that_pay
 from fleetdistill_lab.simulation.backends.worker_processes import WorkerProcesses
 from fleetdistill_lab.simulation.links.links import run_over_memory
 from fleetdistill_lab.simulation.spec.plan import RUN
@@ -52,6 +54,42 @@ def test_results_are_the_same_for_any_number_of_workers(tmp_path: Path, workers:
     alone, helped = (prepare(FLEET, tmp_path / kind) for kind in ("alone", "helped"))
     assert_same(alone, helped, run_in_memory(alone), run_with_workers(helped, workers, max_open=max_open))
     assert not children(os.getpid(), WORKER)
+
+
+@pytest.mark.parametrize(("seconds", "helps"), [(1e-9, True), (1e9, False)], ids=["slow asks", "fast asks"])
+def test_workers_take_over_after_the_first_round(tmp_path: Path, seconds: float, helps: bool) -> None:
+    """As with `workers = "auto"`, which measures the first round; the results are the same to the bit."""
+    wanted = replace(FLEET, rounds=3)
+    alone, helped = (prepare(wanted, tmp_path / kind) for kind in ("alone", "helped"))
+    seen: dict[int, int] = {}
+
+    def watch(store: Store) -> None:
+        completed = store.runs.completed_rounds(RUN)
+        seen[completed] = max(seen.get(completed, 0), len(children(os.getpid(), WORKER)))
+
+    assert_same(alone, helped, run_in_memory(alone), run_with_workers(helped, 2, watch, seconds_that_pay=seconds))
+    assert seen[0] == 0
+    assert seen[1] == seen[2] == (2 if helps else 0)
+
+
+@pytest.mark.parametrize(("workers", "processors", "made"), [("auto", 4, 3), ("auto", 1, 0), ("2", 1, 2), (0, 4, 0)])
+def test_auto_has_a_worker_per_processor(
+    workers: Any, processors: int, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fleetdistill_lab.simulation.backends.choice.usable_processors", lambda: processors)
+    wanted = Simulation(devices=3, workers=workers)
+    check_backend(wanted)
+    backend = backend_of(wanted)
+    assert (backend.args[0] if isinstance(backend, partial) else 0) == made
+    assert (seconds_that_pay(wanted) > 0) == (workers == "auto")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"workers": "all"}, {"workers": -1}, {"workers": 9}, {"workers": "auto", "backend": "ray"}]
+)
+def test_impossible_workers_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="workers"):
+        check_backend(Simulation(devices=3, **settings))
 
 
 def test_hostile_devices_are_computed_by_workers_too(tmp_path: Path) -> None:

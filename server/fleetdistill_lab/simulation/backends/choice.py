@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_lab.simulation.backends.backend import MakeBackend
 from fleetdistill_lab.simulation.spec.settings import Simulation
 
+SECONDS_THAT_PAY = 0.02
+"""Mean seconds of an ask from which `workers = "auto"` uses worker processes; see `benchmarks/workers.py`."""
+
 
 def check_backend(wanted: Simulation) -> None:
     """Raises ConfigurationError unless the settings `workers`, `backend` and `ray_address` can be used."""
-    if not 0 <= wanted.workers <= wanted.devices:
-        raise ConfigurationError(f"workers is {wanted.workers}, must be from 0 to devices ({wanted.devices})")
+    if isinstance(wanted.workers, str) and wanted.workers != "auto":
+        raise ConfigurationError(f"workers is {wanted.workers!r}, must be a number or auto")
+    if isinstance(wanted.workers, int) and not 0 <= wanted.workers <= wanted.devices:
+        raise ConfigurationError(f"workers is {wanted.workers}, must be auto, or from 0 to devices ({wanted.devices})")
     if wanted.backend not in ("local", "ray"):
         raise ConfigurationError(f"backend is {wanted.backend!r}, must be local or ray")
     if wanted.ray_address and (wanted.backend != "ray" or wanted.workers):
@@ -26,6 +32,8 @@ def check_backend(wanted: Simulation) -> None:
     if wanted.has_workers and wanted.durable:
         raise ConfigurationError("workers and backend ray do not work with durable; leave one of them out")
     if wanted.backend == "ray":
+        if wanted.workers == "auto":
+            raise ConfigurationError("workers auto works with backend local only; give a number, or leave it out")
         from fleetdistill_lab.simulation.backends.ray_backend import check_ray
 
         check_ray(wanted.ray_address)
@@ -36,9 +44,22 @@ def backend_of(wanted: Simulation) -> MakeBackend | None:
     if wanted.backend == "ray":
         from fleetdistill_lab.simulation.backends.ray_backend import RayBackend
 
+        assert isinstance(wanted.workers, int)  # checked
         return partial(RayBackend, wanted.ray_address, wanted.workers)
-    if not wanted.workers:
+    count = wanted.workers if isinstance(wanted.workers, int) else min(usable_processors(), wanted.devices)
+    if count == 0 or (wanted.workers == "auto" and (count == 1 or wanted.durable)):
         return None
     from fleetdistill_lab.simulation.backends.worker_processes import WorkerProcesses
 
-    return partial(WorkerProcesses, wanted.workers)
+    return partial(WorkerProcesses, count)
+
+
+def seconds_that_pay(wanted: Simulation) -> float:
+    """Returns the mean seconds of an ask from which other processes compute the devices' work; 0 for always."""
+    return SECONDS_THAT_PAY if wanted.workers == "auto" else 0.0
+
+
+def usable_processors() -> int:
+    """Returns the number of processors that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fleetdistill.errors import RunError
+from fleetdistill_lab.simulation.backends.choice import usable_processors
 from fleetdistill_lab.simulation.links.links import MAX_SHORT_ROUNDS, Watch
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_server.config.run_config import RunConfig
@@ -57,12 +58,6 @@ def run_over_grpc(config: RunConfig, specs: list[DeviceSpec], work: Path, watch:
         if serving.is_alive():
             serving.join()
     return Store.open(Path(config.server.store))
-
-
-def usable_processors() -> int:
-    """Returns the number of processors that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _serve(supervisor: Supervisor, failure: list[Exception]) -> None:

@@ -54,6 +54,8 @@ class SimulatedDevices:
         clock: Clock of the devices in simulated time; None for the machine's.
         remote: Computes the devices' work in other processes; None for this process.
         recipients: Which devices take the run's final model.
+        seconds_that_pay: Mean seconds of an ask in the first round from which `remote` computes the later ones; 0: it
+            computes all of them.
 
     Attributes:
         names: Ids of all devices, in the order of `specs`.
@@ -70,6 +72,7 @@ class SimulatedDevices:
         clock: Clock | None = None,
         remote: RemoteWork | None = None,
         recipients: Recipients = Recipients.PARTICIPANTS,
+        seconds_that_pay: float = 0.0,
     ) -> None:
         self._recipients = recipients
         self._clock = clock
@@ -79,7 +82,8 @@ class SimulatedDevices:
         self._api, self._run = api, run
         self._store = store
         self._max_open = max_open
-        self._remote = remote
+        self._remote = None if seconds_that_pay else remote
+        self._later = (seconds_that_pay, remote) if seconds_that_pay else None
         self._shared = Shared()
         self._closed = 0
         self._open: OrderedDict[str, tuple[Device, MemoryStorage | None]] = OrderedDict()
@@ -169,6 +173,12 @@ class SimulatedDevices:
         for name, (_, state) in self._open.items():
             self._save(name, state)
         self._store.save()
+        if self._later is not None and self._shared.asks:
+            (seconds, remote), self._later = self._later, None
+            if self._shared.seconds / self._shared.asks >= seconds:
+                self._remote = remote
+                while self._open:  # devices that are made again compute elsewhere
+                    self._close_oldest()
 
     def finish(self) -> None:
         """Runs every open device until it has noticed the end of the run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,12 +30,14 @@ class Shared:
     Attributes:
         scores: Counts of models on the test set, by architecture and weights; the newest ones.
         profiles: What profiles say of a model, by its name.
+        asks, seconds: Number of asks that were computed, and the time that this took, in seconds.
     """
 
     def __init__(self) -> None:
         self.scores: OrderedDict[tuple[str, bytes], Counts] = OrderedDict()
         self._samples: dict[str, Samples] = {}
         self.profiles: dict[str, contract_pb2.DeviceProfile] = {}
+        self.asks, self.seconds = 0, 0.0
 
     def samples(self, name: str) -> Samples:
         """Returns the samples of a data file, or of some of its rows; each file is read and checked once."""
@@ -72,7 +75,12 @@ class SimulatedCompute(TorchCompute):
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         self._round = ask.round
-        return super().answer(ask, parts, allow)
+        began = time.perf_counter()
+        try:
+            return super().answer(ask, parts, allow)
+        finally:
+            self._shared.asks += 1
+            self._shared.seconds += time.perf_counter() - began
 
     def _score_received(self, ask: Ask) -> tuple[dict[str, Counts], nn.Module | None]:
         # A model that all devices receive is the global model, which the engine scores.

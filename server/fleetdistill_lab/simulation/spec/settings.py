@@ -89,7 +89,8 @@ class Simulation:
         durable: Whether server and devices write and fsync all their files over the memory link too; see
             `docs/how-to/simulate-large-fleets.md`. Over gRPC they always do.
         workers: Number of processes that compute the devices' work, 0 for the simulation's own process, or over gRPC
-            for one per processor. With any number the results are the same to the bit. Not with `durable`.
+            for one per processor. `auto` uses one per processor if the first round shows that this saves time. With any
+            number the results are the same to the bit. A number does not work with `durable`.
         backend: What computes the devices' work: `local` for `workers`, or `ray` for a Ray cluster.
         ray_address: Address of a Ray cluster, as in `ray.init`; empty for `workers` Ray workers on this machine.
         threads: Number of torch threads of the engine and of each device.
@@ -144,7 +145,7 @@ class Simulation:
     seed: int = 0
     link: Literal["memory", "grpc"] = "memory"
     durable: bool = False
-    workers: int = 0
+    workers: int | Literal["auto"] = 0
     backend: Literal["local", "ray"] = "local"
     ray_address: str = ""
     threads: int = 1
@@ -159,8 +160,10 @@ class Simulation:
     with_fedavg: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.export, str) and self.export.isdecimal():
-            object.__setattr__(self, "export", int(self.export))
+        for name in ("export", "workers"):
+            value = getattr(self, name)
+            if isinstance(value, str) and value.isdecimal():
+                object.__setattr__(self, name, int(value))
         if not isinstance(self.dataset, str) or self.dataset.endswith(".npz"):
             object.__setattr__(self, "dataset", _as_dataset(self.dataset))
         object.__setattr__(self, "out", Path(self.out))
@@ -209,7 +212,7 @@ class Simulation:
     @property
     def has_workers(self) -> bool:
         """Whether the settings ask for other processes to compute the devices' work."""
-        return self.workers > 0 or self.backend != "local"
+        return self.workers != 0 or self.backend != "local"
 
     @property
     def one_exchange(self) -> bool:
