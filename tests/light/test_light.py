@@ -49,6 +49,7 @@ from fleetdistill.training.model import check_local_model, split_sequential
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_lab.simulation.links.over_grpc import device_host
+from fleetdistill_lab.simulation.report.final_models import FinalModels
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
@@ -252,10 +253,13 @@ def test_light_device_gets_same_space_and_answers_as_with_torch(
         assert state["labels"] == spaces["space"].labels
         for name in ("directions", "origin", "centres", "counts", "df"):
             assert np.array_equal(state[name].numpy(), getattr(spaces["space"], name)), name
+    with contextlib.closing(Store.open(tmp_path / "store")) as store:
+        exported = FinalModels(store, config_of(min_devices=3)).export(specs[0], tmp_path, [PERSONAL])
+    assert exported is not None
     result = answers_in(own)
     assert sorted(result) == [GENERAL, PERSONAL]
     for name, logits in result.items():
-        session = onnxruntime.InferenceSession(str(tmp_path / "twin" / f"{name}.onnx"))
+        session = onnxruntime.InferenceSession(str(tmp_path / exported.variants[name]))
         assert_same(session.run(["logits"], {"input": digits(0)[0]})[0], logits)
     kinds = [kind for kind, _, _ in events_in(own)]
     assert kinds.count("extractor") == 1

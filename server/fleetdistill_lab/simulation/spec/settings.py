@@ -24,7 +24,7 @@ CONTROL_ROUNDS = 30
 """Number of rounds of the controls for a method with one exchange."""
 MAX_SCORED_ROUNDS = 10
 """Number of rounds after which device models are scored, at most, with `score = "sampled"`."""
-MAX_SCORED_ROWS = 2000
+MAX_SCORED_ROWS = 1000
 """Number of test rows on which device models are scored, at most, with `score = "sampled"`."""
 
 
@@ -99,7 +99,7 @@ class Simulation:
             is one. Results are equal to the bit on one kind of torch device only.
         out: Folder for report.json, fleet.png and the models. Its subfolder `work` has the simulation's state.
         score: Models that are scored on the test set. `sampled`: the global model after each round on all rows, and the
-            device models at the end and at up to ten points before on at most 2,000 rows. `devices`: the same after
+            device models at the end and at up to ten points before on at most 1,000 rows. `devices`: the same after
             each round on all rows, the device models that took no part included. `global`: the global model only.
             `none`: no model.
         score_every: Rounds from one score of the device models to the next, or with `global` of the global model;
