@@ -73,7 +73,7 @@ def check_devices(export: Any, report: FleetReport, part: list[str]) -> None:
         assert {device.model: device.accuracy_fleet for device in chosen} == best
 
 
-@pytest.mark.parametrize("method", ["feddkc", "fedavg", "classstats"])
+@pytest.mark.parametrize("method", long_except(["feddkc", "fedavg", "classstats"], "fedavg"))
 @pytest.mark.parametrize("export", ["one", "best", "all", "none", 1, 3, 100])
 def test_each_value_writes_the_models_of_its_devices(export: Any, method: str, tmp_path: Path) -> None:
     models = FLEET.models if method != "fedavg" else ("digits_linear",)
@@ -113,7 +113,7 @@ def test_a_files_accuracy_is_the_devices(name: str, share: float, tmp_path: Path
             assert own == pytest.approx(rate, abs=1e-9)
 
 
-@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("durable", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("score", ["sampled", "devices", "global", "none"])
 def test_files_do_not_depend_on_what_is_scored(score: Any, durable: bool, tmp_path: Path) -> None:
     """Nor on where the devices' states are."""

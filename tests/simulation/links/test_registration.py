@@ -296,6 +296,7 @@ def test_closed_devices_get_their_delivery(max_open: int, tmp_path: Path) -> Non
         assert answered == drawn(one)
 
 
+@pytest.mark.long
 def test_workers_make_the_same_devices(tmp_path: Path) -> None:
     alone, helped = (prepare(partly("fedavg"), tmp_path / kind) for kind in ("alone", "helped"))
     backend = partial(WorkerProcesses, 2)
