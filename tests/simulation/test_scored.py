@@ -274,7 +274,7 @@ def test_control_without_device_scores_compares_global_models(tmp_path: Path) ->
         ({"export": "some"}, "export is 'some', must be one, best, all, none, or a number"),
         ({"export": 0}, "export is 0, must be"),
         ({"export": -1}, "export is -1, must be"),
-        ({"export": "-1"}, "export is '-1', must be"),
+        ({"export": "-1"}, "export is -1, must be"),
         ({"score": "global", "export": "best"}, "export best needs the accuracy of device models"),
         ({"score": "none", "export": "best"}, "which score none omits"),
     ],

@@ -192,7 +192,7 @@ def _recipients(wanted: Simulation, fleet: Fleet) -> Recipients:
     if not shares_global_model(wanted.method, fleet.specs):
         return Recipients.ALL if wanted.score == "devices" else Recipients.PARTICIPANTS
     are_many_exported = wanted.export == "all" or isinstance(wanted.export, int)
-    return Recipients.PARTICIPANTS if are_many_exported else Recipients.OPEN
+    return Recipients.PARTICIPANTS if are_many_exported else Recipients.LAST_ROUND
 
 
 def _report(

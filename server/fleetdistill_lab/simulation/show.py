@@ -110,8 +110,10 @@ def summary_line(report: FleetReport) -> str:
         return f"{report.seconds:.0f} s; {uploads}"
     gain = 100 * (report.mean_accuracy_fleet - report.mean_accuracy_alone)
     word = "better" if gain > 0 else "worse"
+    scored = sum(device.accuracy_fleet is not None for device in report.devices)
+    who = "the fleet is" if scored == len(report.devices) else f"the {scored} devices that were scored are"
     more = f" for {counted(report.control_rounds, 'round')}" if report.control_rounds != report.rounds else ""
-    text = f"the fleet is on average {abs(gain):.1f} points {word} than devices that train alone{more}"
+    text = f"{who} on average {abs(gain):.1f} points {word} than devices that train alone{more}"
     return f"{report.seconds:.0f} s; {text}; {uploads}"
 
 
@@ -125,7 +127,7 @@ def scored_line(report: FleetReport) -> str:
         parts.append(f"the global model {every if not rows else 'after each round'}, on {of_rows:,} test rows")
     if rows:
         some = f"{rows:,} of the {of_rows:,} test rows, drawn by class" if rows < of_rows else f"{of_rows:,} test rows"
-        parts.append(f"the models of a round's devices {every}, on {some}")
+        parts.append(f"the models of a round's devices {every}, and of all that took part at the end, on {some}")
     return f"Scored (--score {scored['models']}): {'; '.join(parts) or 'no model'}"
 
 

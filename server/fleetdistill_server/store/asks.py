@@ -149,9 +149,10 @@ class Asks:
         )
         return {row["device"] for row in rows}
 
-    def devices_asked(self, run: str, without: str) -> set[str]:
-        """Returns the devices that were ever asked a step other than `without`."""
-        return set(self._db.column("SELECT DISTINCT device FROM asks WHERE run = ? AND step != ?", run, without))
+    def devices_asked(self, run: str, without: str, since: int = 0) -> set[str]:
+        """Returns the devices that were asked a step other than `without` in round `since` or later."""
+        sql = "SELECT DISTINCT device FROM asks WHERE run = ? AND round >= ? AND step != ?"
+        return set(self._db.column(sql, run, since, without))
 
     def with_payload(self, run: str, device: str, sha256: bytes) -> Ask | None:
         """Returns a device's newest ask that refers to a payload, preferably an open one; None if there is none."""

@@ -24,8 +24,8 @@ from fleetdistill_server.cli.app import app
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"workers": -1}, "workers is -1, must be from 0 to devices (2)"),
-        ({"workers": 3}, "workers is 3, must be from 0 to devices (2)"),
+        ({"workers": -1}, "workers is -1, must be auto, or from 0 to devices (2)"),
+        ({"workers": 3}, "workers is 3, must be auto, or from 0 to devices (2)"),
         ({"durable": True, "link": "grpc"}, "durable needs link memory"),
         ({"backend": "cluster"}, "backend is 'cluster', must be local or ray"),
         ({"ray_address": "auto"}, "ray_address needs backend ray"),

@@ -19,7 +19,7 @@ from fleetdistill.methods import METHODS
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_lab.simulation.backends.worker_processes import WorkerProcesses
 from fleetdistill_lab.simulation.links.links import run_over_memory
-from fleetdistill_lab.simulation.links.simulated_devices import SimulatedDevices
+from fleetdistill_lab.simulation.links.simulated_devices import Recipients, SimulatedDevices
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
@@ -294,6 +294,20 @@ def test_closed_devices_get_their_delivery(max_open: int, tmp_path: Path) -> Non
         assert downloads(one) == downloads(other)
         answered = {ask.device for ask in _asks(other) if ask.step == DELIVER and ask.status == "answered"}
         assert answered == drawn(one)
+
+
+@pytest.mark.parametrize("max_open", [1, 3])
+def test_last_round_takes_the_model_whatever_is_open(max_open: int, tmp_path: Path) -> None:
+    """Which devices are in memory depends on the machine and on workers, the record of a run does not."""
+    last = Recipients.LAST_ROUND
+    whole, few = (prepare(partly("fedavg"), tmp_path / kind) for kind in ("whole", "few"))
+    with (
+        closing(run_over_memory(*whole, lambda store: None, recipients=last)) as one,
+        closing(run_over_memory(*few, lambda store: None, recipients=last, max_open=max_open)) as other,
+    ):
+        assert record(one) == record(other)
+        answered = {ask.device for ask in _asks(one) if ask.step == DELIVER and ask.status == "answered"}
+        assert answered == set(one.runs.rounds(RUN)[-1].cohort) < drawn(one)
 
 
 @pytest.mark.long

@@ -36,8 +36,8 @@ class Recipients(Enum):
     ALL = auto()
     PARTICIPANTS = auto()
     """Devices that a round has asked."""
-    OPEN = auto()
-    """Those of them that are open; enough if all devices get the same model."""
+    LAST_ROUND = auto()
+    """Devices that the last round has asked; enough if all devices get the same model."""
 
 
 class SimulatedDevices:
@@ -105,9 +105,9 @@ class SimulatedDevices:
             return
         asks = self._api.store.asks
         asked = asks.devices_with_open(self._run, DELIVER)
-        needed = asks.devices_asked(self._run, without=DELIVER)
-        if self._recipients is Recipients.OPEN:
-            needed &= self._open.keys()
+        last = self._api.store.runs.open_number(self._run) or 0
+        since = last if self._recipients is Recipients.LAST_ROUND else 0
+        needed = asks.devices_asked(self._run, without=DELIVER, since=since)
         settle_deliveries(self._api, self._run, sorted(asked - needed))
 
     def step(self, name: str) -> Step:

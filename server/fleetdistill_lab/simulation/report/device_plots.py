@@ -55,6 +55,7 @@ class DeviceCurves:
         alone: For each device, the final accuracy of local-only training; empty without this control.
         further: For each further variant, the final accuracy of the devices that have it.
         moment: Time of the final accuracies, for a title.
+        fleet: Accuracy of the model that each scored device has at the end; empty if it is the last of `devices`.
     """
 
     devices: Mapping[str, Sequence[float | None]]
@@ -62,6 +63,13 @@ class DeviceCurves:
     alone: Mapping[str, float] = field(default_factory=dict)
     further: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     moment: str = "at the end"
+    fleet: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def final(self) -> Mapping[str, float]:
+        """Each scored device's final accuracy in the fleet: `fleet`, or the last of `devices`."""
+        last = {name: rates[-1] for name, rates in self.devices.items()}
+        return self.fleet or {name: rate for name, rate in last.items() if rate is not None}
 
     def of_rows(self, rows: Sequence[int]) -> DeviceCurves:
         """Returns the curves of some devices, given their numbers in order."""
@@ -72,7 +80,9 @@ class DeviceCurves:
             return {name: one for name, one in of.items() if name in names}
 
         further = {variant: chosen(of) for variant, of in self.further.items()}
-        return replace(self, devices=chosen(self.devices), alone=chosen(self.alone), further=further)
+        return replace(
+            self, devices=chosen(self.devices), fleet=chosen(self.fleet), alone=chosen(self.alone), further=further
+        )
 
 
 def plot_rounds(ax: Axes, curves: DeviceCurves) -> None:
@@ -113,7 +123,8 @@ def _draw_band(
     low, median, high = np.nanquantile(rates_jr, (0.05, 0.5, 0.95), axis=0)
     ax.fill_between(rounds, low, high, color=FLEET, alpha=0.18, linewidth=0)
     ax.plot(rounds, median, color=FLEET, linewidth=2.5)
-    return [(f"median of {len(rates_jr)}, band: 90 %", float(median[-1]), FLEET)]
+    scored = int(np.isfinite(rates_jr[:, -1]).sum())
+    return [(f"median of {scored}, band: 90 %", float(median[-1]), FLEET)]
 
 
 def _single_lines(
@@ -185,7 +196,7 @@ def _top(cluster: Sequence[float], gap: float) -> float:
 def plot_gains(ax: Axes, curves: DeviceCurves) -> None:
     """Draws a row for each device, the first on top, with the final accuracy alone, in the fleet and per variant."""
     rows = {name: number for number, name in enumerate(curves.devices)}
-    fleet = {name: rate for name, rates in curves.devices.items() if (rate := rates[-1]) is not None}
+    fleet = curves.final
     for name, rate in curves.alone.items():
         ax.plot([rate, fleet.get(name, rate)], [rows[name]] * 2, color="#c8c8c8", linewidth=1.5, zorder=1)
     kinds = [("alone", curves.alone, ALONE, "o"), ("in the fleet", fleet, FLEET, "D")]

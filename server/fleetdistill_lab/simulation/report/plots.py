@@ -143,13 +143,15 @@ def save_report_figure(
     plot_comparison(parts["compared"].subplots(), curves, alone)
     if "rounds" in parts:
         plot_rounds(parts["rounds"].subplots(), by_device)
-    data, gains = parts["data"].subplots(1, 2, width_ratios=(2, 1))
+    has_gains = bool(by_device.final or by_device.alone)
+    data, gains = parts["data"].subplots(1, 2, width_ratios=(2, 1)) if has_gains else (parts["data"].subplots(), None)
     if len(shown) < len(device_names):
         partition = f"{partition}; {len(shown)} of {len(device_names)} devices"
         by_device = by_device.of_rows(shown)
     names = [device_names[row] for row in shown]
     plot_partition(data, np.asarray(counts_jc)[shown], class_names, names, partition)
-    plot_gains(gains, by_device)
+    if gains is not None:
+        plot_gains(gains, by_device)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     target = Path(path)

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def make_report(done: Outcome) -> FleetReport:
     devices = [
         device_report(done, spec, shares[[row]], traffic[spec.name], estimates) for row, spec in enumerate(done.specs)
     ]
-    scores = _scores(done.history, shares, done.controls)
+    left_out = _without_score(devices)
+    scores = _scores(done.history, shares, done.controls, left_out)
     cost = cost_of(done.store, done.run, len(devices))
     by_round = done.history.figures(shares)
     figures = round_figures(done.store.database, done.run)
@@ -77,7 +79,7 @@ def make_report(done: Outcome) -> FleetReport:
             figure.global_accuracy for figure in figures if figure.round.status is RoundStatus.CLOSED
         ],
         leave_one_out=of_the_fleet(estimates.values()),
-        **_comparison(done, shares, cost),
+        **_comparison(done, shares, cost, left_out),
         simulated_time=simulated_times(done),
     )
     write_report(report, done.wanted.out)
@@ -130,8 +132,11 @@ def _privacy(guarantee: Guarantee | None, devices: Sequence[DeviceReport]) -> di
 def _mean_accuracies(
     devices: Sequence[DeviceReport], scores: Mapping[str, FleetFigures], alone: Mapping[str, Sequence[Counts | None]]
 ) -> dict[str, Any]:
+    left_out = _without_score(devices)
     return {
-        "mean_accuracy_alone": _mean_where_known([rate_of(counts[-1]) for counts in alone.values()]),
+        "mean_accuracy_alone": _mean_where_known(
+            [rate_of(counts[-1]) for name, counts in alone.items() if name not in left_out]
+        ),
         "mean_accuracy_fleet": _mean_where_known([device.accuracy_fleet for device in devices]),
         "mean_accuracy_trained": _mean_where_known([device.accuracy_trained for device in devices]),
         "mean_own_accuracy_alone": _c_spec(scores, "alone"),
@@ -139,6 +144,15 @@ def _mean_accuracies(
         "mean_own_accuracy_trained": _c_spec(scores, "fleet"),
         "mean_own_accuracy_fedavg_device": _c_spec(scores, "fedavg"),
     }
+
+
+def _without_score(devices: Sequence[DeviceReport]) -> set[str]:
+    """Returns the devices that were not scored in the fleet; empty if none was.
+
+    Means of training alone leave them out too, so that both are over the same devices.
+    """
+    unknown = {device.name for device in devices if device.accuracy_fleet is None}
+    return unknown if len(unknown) < len(devices) else set()
 
 
 def rate_of(counts: Counts | None) -> float | None:
@@ -170,10 +184,10 @@ def _protection(store: Store, run: str, figures: Sequence[RoundFigures]) -> dict
     }
 
 
-def _comparison(done: Outcome, shares: Ints, cost: Cost) -> dict[str, Any]:
+def _comparison(done: Outcome, shares: Ints, cost: Cost, left_out: AbstractSet[str]) -> dict[str, Any]:
     compared = _compare(done, shares, cost)
     return {
-        "comparison": [*_alone_row(done.controls.alone, shares), *(item.row() for item in compared)],
+        "comparison": [*_alone_row(done.controls.alone, shares, left_out), *(item.row() for item in compared)],
         "curves": [item.curve() for item in compared],
     }
 
@@ -252,6 +266,7 @@ def _by_device(report: FleetReport) -> DeviceCurves:
     }
     return DeviceCurves(
         devices=report.accuracy_by_round,
+        fleet={device.name: device.accuracy_fleet for device in report.devices if device.accuracy_fleet is not None},
         controls={
             name: rates[:rounds]
             for name, rates in controls.items()
@@ -284,8 +299,13 @@ def _compare(done: Outcome, samples_jc: Ints, cost: Cost) -> list[Candidate]:
     return [*own, *candidates("fedavg", fedavg.history, samples_jc, fedavg.cost)]
 
 
-def _alone_row(alone: Mapping[str, Sequence[Counts | None]], samples_jc: Ints) -> list[ComparisonRow]:
-    counts_kr = [[None if counts is None else counts.confusion for counts in of] for of in alone.values()]
+def _alone_row(
+    alone: Mapping[str, Sequence[Counts | None]], samples_jc: Ints, left_out: AbstractSet[str]
+) -> list[ComparisonRow]:
+    counts_kr = [
+        [None if counts is None or name in left_out else counts.confusion for counts in of]
+        for name, of in alone.items()
+    ]
     return [local_only(counts_kr, samples_jc).row()] if alone else []
 
 
@@ -323,14 +343,18 @@ def _c_spec(scores: Mapping[str, FleetFigures], control: str) -> float | None:
     return scores[control]["accuracy"]["c_spec"] if control in scores else None
 
 
-def _scores(history: FleetHistory, samples_jc: Ints, controls: Controls) -> dict[str, FleetFigures]:
+def _scores(
+    history: FleetHistory, samples_jc: Ints, controls: Controls, left_out: AbstractSet[str]
+) -> dict[str, FleetFigures]:
     def last(one: FleetHistory) -> FleetFigures:
         return fleet_figures(one.last(), samples_jc, one.server[-1])
 
     result = {"fleet": last(history)}
     if controls.alone:
-        last_k = [controls.alone[name][-1] for name in history.devices]
-        alone_kcc = [None if counts is None else counts.confusion for counts in last_k]
+        last_k = {name: controls.alone[name][-1] for name in history.devices}
+        alone_kcc = [
+            None if counts is None or name in left_out else counts.confusion for name, counts in last_k.items()
+        ]
         result["alone"] = fleet_figures(alone_kcc, samples_jc, None)
     if controls.fedavg is not None:
         result["fedavg"] = last(controls.fedavg.history)

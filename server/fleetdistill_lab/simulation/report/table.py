@@ -103,6 +103,8 @@ def _add_further(table: Table, names: Sequence[str], further: _Further) -> None:
 
 
 def _arrow(before: float | None, after: float | None) -> str:
+    if before is not None and after is None:
+        return f"{before:.1%} -> ?"
     return " -> ".join(f"{item:.1%}" for item in (before, after) if item is not None)
 
 

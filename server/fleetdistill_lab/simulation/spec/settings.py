@@ -88,9 +88,9 @@ class Simulation:
         link: Link to the devices, memory (one process) or grpc.
         durable: Whether server and devices write and fsync all their files over the memory link too; see
             `docs/how-to/simulate-large-fleets.md`. Over gRPC they always do.
-        workers: Number of processes that compute the devices' work, 0 for the simulation's own process, or over gRPC
-            for one per processor. `auto` uses one per processor if the first round shows that this saves time. With any
-            number the results are the same to the bit. A number does not work with `durable`.
+        workers: Number of processes that compute the devices' work, or `auto`; 0 for the simulation's own process, or
+            over gRPC for one per processor. `auto` uses one per processor if the first round shows that this saves
+            time. With any number the results are the same to the bit. A number does not work with `durable`.
         backend: What computes the devices' work: `local` for `workers`, or `ray` for a Ray cluster.
         ray_address: Address of a Ray cluster, as in `ray.init`; empty for `workers` Ray workers on this machine.
         threads: Number of torch threads of the engine and of each device.
@@ -98,16 +98,17 @@ class Simulation:
         torch_device: Torch device of the server half and of the devices' training: cpu, cuda, or auto for CUDA if there
             is one. Results are equal to the bit on one kind of torch device only.
         out: Folder for report.json, fleet.png and the models. Its subfolder `work` has the simulation's state.
-        score: Models that are scored on the test set. `sampled`: the global model after each round on all rows, and the
-            device models at the end and at up to ten points before on at most 1,000 rows. `devices`: the same after
-            each round on all rows, the device models that took no part included. `global`: the global model only.
-            `none`: no model.
+        score: Models that are scored on the test set: `sampled`, `devices`, `global` or `none`. `sampled`: the global
+            model after each round on all rows, and the device models at the end and at up to ten points before on at
+            most 1,000 rows. `devices`: the same after each round on all rows, the models of devices that took no part
+            included. `global`: the global model only.
         score_every: Rounds from one score of the device models to the next, or with `global` of the global model;
             None for the rule of `score`. The last round is always scored.
         score_rows: Number of test rows on which device models are scored, drawn once by class; None for the rule of
             `score`.
-        export: Devices whose models are written as ONNX at the end: `one` of each architecture, `best` for the most
-            accurate one of each architecture, `all`, `none`, or a number of devices, the first ones.
+        export: Devices whose models are written as ONNX at the end: `one`, `best`, `all`, `none` or a number.
+            `one` of each architecture, `best` for the most accurate one of each, `all` that took part, or the first
+            ones that did.
         with_alone: Whether to train every device without the fleet as a control.
         with_fedavg: Whether to run FedAvg on the same data as a control, over the in-memory link. Every device has the
             largest of the device models and makes as many passes over the labels as in the method. All other settings
@@ -162,7 +163,7 @@ class Simulation:
     def __post_init__(self) -> None:
         for name in ("export", "workers"):
             value = getattr(self, name)
-            if isinstance(value, str) and value.isdecimal():
+            if isinstance(value, str) and value.lstrip("-").isdecimal():
                 object.__setattr__(self, name, int(value))
         if not isinstance(self.dataset, str) or self.dataset.endswith(".npz"):
             object.__setattr__(self, "dataset", _as_dataset(self.dataset))
