@@ -151,7 +151,8 @@ def candidates(method: str, history: FleetHistory, samples_jc: Ints, cost: Cost)
 
 def _has_separate_global_model(history: FleetHistory) -> bool:
     last = history.server[-1]
-    return last is not None and not all(item is not None and np.array_equal(item, last) for item in history.last())
+    scored = [counts for counts in history.last() if counts is not None]
+    return last is not None and not (scored and all(np.array_equal(counts, last) for counts in scored))
 
 
 def local_only(counts_kr: Sequence[Sequence[Ints | None]], samples_jc: Ints) -> Candidate:

@@ -130,7 +130,9 @@ def save_report_figure(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    heights = {"compared": 4.2 + 0.12 * len(curves)}  # the legend has two columns
+    heights = {}
+    if alone is not None or any(rate is not None for curve in curves for rate in curve.accuracy):
+        heights["compared"] = 4.2 + 0.12 * len(curves)  # the legend has two columns
     if _are_rounds_scored(by_device):
         heights["rounds"] = 3.9
     shown = rows_shown(len(device_names))
@@ -138,9 +140,10 @@ def save_report_figure(
     figure = Figure(figsize=(9, sum(heights.values())), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)  # without pyplot the figure is released when this function returns
     # Separate subfigures, so that long device names do not narrow the curves.
-    made: Any = figure.subfigures(len(heights), 1, height_ratios=list(heights.values()))
-    parts = dict(zip(heights, made, strict=True))
-    plot_comparison(parts["compared"].subplots(), curves, alone)
+    made: Any = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=list(heights.values()))
+    parts = dict(zip(heights, made[:, 0], strict=True))
+    if "compared" in parts:
+        plot_comparison(parts["compared"].subplots(), curves, alone)
     if "rounds" in parts:
         plot_rounds(parts["rounds"].subplots(), by_device)
     has_gains = bool(by_device.final or by_device.alone)
