@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 import zipfile
 from io import BytesIO
 from pathlib import Path
@@ -13,6 +14,8 @@ from numpy.lib import format as npy
 
 _ALIGNMENT = 64  # of an array in the file, as of a new array in memory
 _LOCAL_HEADER = 30  # bytes of a ZIP member's header before its name
+_parsing = threading.Lock()
+"""CPython's parser, which reads the header of an array, fails now and then with SystemError in several threads."""
 _PADDING_ID = b"FD"  # of the extra field that aligns a member
 
 
@@ -59,7 +62,7 @@ def load_arrays(name: str | Path) -> tuple[np.ndarray, np.ndarray]:
     file share its memory.
     """
     file, rows = split_slice(name)
-    with open(file, "rb") as opened, zipfile.ZipFile(opened) as archive:
+    with open(file, "rb") as opened, zipfile.ZipFile(opened) as archive, _parsing:
         mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         inputs, labels = (_map_file(mapped, archive.getinfo(f"{name}.npy")) for name in ("inputs", "labels"))
     return inputs[rows], labels[rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -36,14 +37,16 @@ class Shared:
     def __init__(self) -> None:
         self.scores: OrderedDict[tuple[str, bytes], Counts] = OrderedDict()
         self._samples: dict[str, Samples] = {}
+        self._reading = threading.Lock()
         self.profiles: dict[str, contract_pb2.DeviceProfile] = {}
         self.asks, self.seconds = 0, 0.0
 
     def samples(self, name: str) -> Samples:
         """Returns the samples of a data file, or of some of its rows; each file is read and checked once."""
         file, rows = split_slice(name)
-        if file not in self._samples:
-            self._samples[file] = read_samples(load_arrays(file))
+        with self._reading:
+            if file not in self._samples:
+                self._samples[file] = read_samples(load_arrays(file))
         whole = self._samples[file]
         return whole if rows == slice(None) else whole.part(rows)
 

@@ -144,7 +144,8 @@ def _computes(spec: DeviceSpec, read: Callable[[str], Any]) -> dict[str, Any]:
         read: Returns the data of a file.
     """
     data = read(spec.data_file)
-    make_model = partial(build_device_model, spec, load_arrays(spec.data_file)[0].shape[1:])
+    input_shape = data[0].shape[1:] if isinstance(data, tuple) else data.input_shape
+    make_model = partial(build_device_model, spec, input_shape)
     return {
         "model": TorchModel(make_model, name=spec.model, predictor=spec.predictor, torch_device=spec.torch_device),
         "data": Splits(
