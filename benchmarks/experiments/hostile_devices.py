@@ -30,7 +30,7 @@ from fleetdistill.methods.classstats.config import ClassStatsConfig
 from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wire
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import EvaluationSection
-from fleetdistill_server.methods.classstats.merge import Rules, merge_moments
+from fleetdistill_server.methods.classstats.merge import MergeRules, merge_moments
 
 DEVICES = 10
 LARGEST = 60_000.0  # in float16
@@ -152,7 +152,7 @@ def statistics_of(part: Part) -> SharedStatistics:
     return sent
 
 
-def closed_form(fleet: Fleet, parts: Mapping[str, SharedStatistics], rules: Rules, notes: Notes) -> float:
+def closed_form(fleet: Fleet, parts: Mapping[str, SharedStatistics], rules: MergeRules, notes: Notes) -> float:
     """Of the general answer; chance where nothing can be made of the parts."""
     moments, *_ = merge_moments(parts, rules, notes)
     if moments is None:
@@ -216,9 +216,9 @@ def _held_apart(fleet: Fleet) -> Case:
     return Case(replace(fleet, test=kept), trusted)
 
 
-def rules_of(case: Case) -> dict[str, Rules]:
-    plain = {name: Rules(robust=name) for name in ("off", "gross", "strict")}
-    return {**plain, "trusted": Rules(robust="gross", trusted=case.trusted)}
+def rules_of(case: Case) -> dict[str, MergeRules]:
+    plain = {name: MergeRules(robust=name) for name in ("off", "gross", "strict")}
+    return {**plain, "trusted": MergeRules(robust="gross", trusted=case.trusted)}
 
 
 def means_of(parts: Sequence[SharedStatistics]) -> dict[int, Array]:
