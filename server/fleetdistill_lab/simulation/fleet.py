@@ -17,7 +17,7 @@ from fleetdistill_console.tracking.follower import Followed
 from fleetdistill_console.tracking.process import track
 from fleetdistill_console.tracking.run_figures import settings_of
 from fleetdistill_console.tracking.targets import NOT_TRACKED, Tracking
-from fleetdistill_lab.simulation.backends.choice import backend_of, seconds_that_pay
+from fleetdistill_lab.simulation.backends.choice import backend_of, min_ask_seconds
 from fleetdistill_lab.simulation.checks import check_plan, check_settings
 from fleetdistill_lab.simulation.controls.fedavg import run_fedavg_control
 from fleetdistill_lab.simulation.controls.local_only import score_initial_models, train_fleet_local_only
@@ -164,7 +164,7 @@ def _run(wanted: Simulation, fleet: Fleet, on_progress: OnProgress, started: flo
                 durable=wanted.durable,
                 behaviour=wanted.behaviour,
                 make_backend=backend_of(wanted),
-                seconds_that_pay=seconds_that_pay(wanted),
+                min_ask_seconds=min_ask_seconds(wanted),
                 recipients=_recipients(wanted, fleet),
             )
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from fleetdistill_server.store.clock import PROCESS
 from fleetdistill_server.store.credentials import REVOKED
@@ -215,7 +215,7 @@ class Asks:
         sql = "UPDATE asks SET status = 'out', reason = ? WHERE id = ? AND status = 'open'"
         self._db.write(sql, shorten(reason), ask)
 
-    def close_step(self, run: str, step: str, devices: Sequence[str], reason: str) -> list[Ask]:
+    def close_step(self, run: str, step: str, devices: Collection[str], reason: str) -> list[Ask]:
         """Closes the open asks of a step for some devices with a reason, and returns them."""
         among = set(devices)
         with self._db.transaction():

@@ -19,7 +19,7 @@ from support.undisturbed import Undisturbed
 
 from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill_lab import Simulation
-from fleetdistill_lab.simulation.backends.choice import backend_of, check_backend, seconds_that_pay
+from fleetdistill_lab.simulation.backends.choice import backend_of, check_backend, min_ask_seconds
 from fleetdistill_lab.simulation.backends.worker_processes import WorkerProcesses
 from fleetdistill_lab.simulation.links.links import run_over_memory
 from fleetdistill_lab.simulation.spec.plan import RUN
@@ -67,7 +67,7 @@ def test_workers_take_over_after_the_first_round(tmp_path: Path, seconds: float,
         completed = store.runs.completed_rounds(RUN)
         seen[completed] = max(seen.get(completed, 0), len(children(os.getpid(), WORKER)))
 
-    assert_same(alone, helped, run_in_memory(alone), run_with_workers(helped, 2, watch, seconds_that_pay=seconds))
+    assert_same(alone, helped, run_in_memory(alone), run_with_workers(helped, 2, watch, min_ask_seconds=seconds))
     assert seen[0] == 0
     assert seen[1] == seen[2] == (2 if helps else 0)
 
@@ -81,7 +81,7 @@ def test_auto_has_a_worker_per_processor(
     check_backend(wanted)
     backend = backend_of(wanted)
     assert (backend.args[0] if isinstance(backend, partial) else 0) == made
-    assert (seconds_that_pay(wanted) > 0) == (workers == "auto")
+    assert (min_ask_seconds(wanted) > 0) == (workers == "auto")
 
 
 @pytest.mark.parametrize(

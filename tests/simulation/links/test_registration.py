@@ -19,7 +19,7 @@ from fleetdistill.methods import METHODS
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_lab.simulation.backends.worker_processes import WorkerProcesses
 from fleetdistill_lab.simulation.links.links import run_over_memory
-from fleetdistill_lab.simulation.links.simulated_devices import Recipients, SimulatedDevices
+from fleetdistill_lab.simulation.links.simulated_devices import NOT_DELIVERED, Recipients, SimulatedDevices
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
@@ -40,7 +40,6 @@ FLEET = replace(
     rounds=2,
 )
 KINDS = replace(FLEET, method="feddkc", models=("digits_linear", "digits_mlp_small"))
-NEVER_MADE = "simulated device without a part in the run"
 Profiles = dict[str, list[contract_pb2.DeviceProfile]]
 
 
@@ -244,7 +243,7 @@ def test_the_record_is_that_of_real_devices(method: str, share: float, tmp_path:
         assert without_deliveries(one, idle) == without_deliveries(other, idle)
         deliveries = [ask for ask in _asks(one) if ask.step == DELIVER]
         assert {(ask.device, ask.status, ask.reason) for ask in deliveries if ask.device in idle} == {
-            (name, "out", NEVER_MADE) for name in idle if deliveries
+            (name, "out", NOT_DELIVERED) for name in idle if deliveries
         }
         assert {ask.status for ask in deliveries if ask.device not in idle} <= {"answered"}
         asked = [[(ask.round, ask.step, ask.device, ask.payload) for ask in _asks(store)] for store in (one, other)]

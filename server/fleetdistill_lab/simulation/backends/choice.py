@@ -9,7 +9,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill_lab.simulation.backends.backend import MakeBackend
 from fleetdistill_lab.simulation.spec.settings import Simulation
 
-SECONDS_THAT_PAY = 0.02
+MIN_ASK_SECONDS = 0.02
 """Mean seconds of an ask from which `workers = "auto"` uses worker processes; see `benchmarks/workers.py`."""
 
 
@@ -54,9 +54,9 @@ def backend_of(wanted: Simulation) -> MakeBackend | None:
     return partial(WorkerProcesses, count)
 
 
-def seconds_that_pay(wanted: Simulation) -> float:
+def min_ask_seconds(wanted: Simulation) -> float:
     """Returns the mean seconds of an ask from which other processes compute the devices' work; 0 for always."""
-    return SECONDS_THAT_PAY if wanted.workers == "auto" else 0.0
+    return MIN_ASK_SECONDS if wanted.workers == "auto" else 0.0
 
 
 def usable_processors() -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_lab.simulation.backends.backend import MakeBackend
-from fleetdistill_lab.simulation.backends.choice import backend_of, seconds_that_pay
+from fleetdistill_lab.simulation.backends.choice import backend_of, min_ask_seconds
 from fleetdistill_lab.simulation.controls.local_only import score_initial_models
 from fleetdistill_lab.simulation.links.links import Watch, run_over_memory
 from fleetdistill_lab.simulation.progress import OnProgress, watcher
@@ -31,7 +31,7 @@ def run_fedavg(
     watch: Watch,
     behaviour: FleetBehaviour | None = None,
     make_backend: MakeBackend | None = None,
-    seconds_that_pay: float = 0.0,
+    min_ask_seconds: float = 0.0,
 ) -> FedAvgControl:
     """Runs FedAvg on the same data over the in-memory link.
 
@@ -42,7 +42,7 @@ def run_fedavg(
         work: The control's folder.
         watch: Called with the control's store after every device step.
         behaviour: Behaviour of the fleet in simulated time, if it has one.
-        make_backend, seconds_that_pay: See `run_over_memory`.
+        make_backend, min_ask_seconds: See `run_over_memory`.
     """
     run = control.run.name
     store = run_over_memory(
@@ -52,7 +52,7 @@ def run_fedavg(
         watch,
         behaviour=behaviour,
         make_backend=make_backend,
-        seconds_that_pay=seconds_that_pay,
+        min_ask_seconds=min_ask_seconds,
     )
     try:
         plan = asdict(control.method_config())
@@ -92,7 +92,7 @@ def run_fedavg_control(wanted: Simulation, fleet: Fleet, on_progress: OnProgress
     if wanted.score == "devices":
         score_initial_models(build_method(control_config).initial(), specs)
     watch = watcher("fedavg", control_config, on_progress)
-    backend = backend_of(wanted), seconds_that_pay(wanted)
+    backend = backend_of(wanted), min_ask_seconds(wanted)
     return run_fedavg(control_config, model, specs, work, watch, wanted.behaviour, *backend)
 
 

@@ -51,7 +51,7 @@ def run_over_memory(
     behaviour: FleetBehaviour | None = None,
     make_backend: MakeBackend | None = None,
     recipients: Recipients = Recipients.PARTICIPANTS,
-    seconds_that_pay: float = 0.0,
+    min_ask_seconds: float = 0.0,
 ) -> Store:
     """Runs engine and devices in this process, one step at a time.
 
@@ -70,7 +70,7 @@ def run_over_memory(
             available and answer immediately.
         make_backend: Makes what computes the devices' work; None for this process. Not with `durable`.
         recipients: Which devices take the run's final model; all of them with `durable`.
-        seconds_that_pay: Mean seconds of an ask in the first round from which the backend computes the later ones.
+        min_ask_seconds: Mean seconds of an ask in the first round from which the backend computes the later ones.
 
     Returns:
         The open store.
@@ -86,7 +86,16 @@ def run_over_memory(
         rounds = store if isinstance(store, RoundStore) else None
         clock = None if timing is None else timing.clock
         with SimulatedDevices(
-            specs, link_of, api, config.run.name, rounds, max_open, clock, remote, recipients, seconds_that_pay
+            specs,
+            link_of,
+            api,
+            config.run.name,
+            rounds,
+            max_open,
+            clock,
+            remote,
+            recipients=recipients,
+            min_ask_seconds=min_ask_seconds,
         ) as devices:
             after = partial(watch, store)
             if timing is None:

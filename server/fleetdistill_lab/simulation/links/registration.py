@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fleetdistill.device.identity import save_identity
-from fleetdistill.knowledge import DELIVER
 from fleetdistill.state.data_version import data_version
 from fleetdistill.state.memory import MemoryStorage
 from fleetdistill.state.saved_profile import save_profile
@@ -97,16 +96,3 @@ def _kind(spec: DeviceSpec) -> Kind:
 def _derive(spec: DeviceSpec, purpose: str) -> bytes:
     """Returns 32 bytes that are the same after a resume; nobody is kept out of a simulation by them."""
     return hashlib.blake2b(f"{spec.seed} {purpose} {spec.name}".encode(), digest_size=32).digest()
-
-
-def settle_deliveries(api: DeviceApi, run: str, devices: Sequence[str]) -> None:
-    """Ends the deliveries to devices that have not been made; counts the bytes that each would have downloaded.
-
-    Args:
-        api: The server's side of the device API.
-        run: Name of the run.
-        devices: Devices that have not been made.
-    """
-    if devices:
-        asks = api.store.asks.close_step(run, DELIVER, devices, "simulated device without a part in the run")
-        api.downloads.count(run, asks)

@@ -18,7 +18,7 @@ from fleetdistill.link.base import Link
 from fleetdistill.state.memory import MemoryStorage
 from fleetdistill_lab.simulation.backends.remote_compute import RemoteCompute
 from fleetdistill_lab.simulation.backends.remote_work import AHEAD, RemoteWork
-from fleetdistill_lab.simulation.links.registration import Registration, settle_deliveries
+from fleetdistill_lab.simulation.links.registration import Registration
 from fleetdistill_lab.simulation.spec.compute import Shared
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_compute, make_device
 from fleetdistill_server.intake.device_api import DeviceApi
@@ -28,6 +28,10 @@ MAX_OPEN = 256
 """Largest number of open devices. Opening one again takes milliseconds, so this exceeds a usual cohort."""
 _COLLECTED = 256
 """Number of closed devices that are garbage-collected together; a collection takes tenths of a second."""
+
+
+NOT_DELIVERED = "the simulation delivers its final model only to the devices that need it"
+"""Reason of an ask that ends without a delivery."""
 
 
 class Recipients(Enum):
@@ -54,7 +58,7 @@ class SimulatedDevices:
         clock: Clock of the devices in simulated time; None for the machine's.
         remote: Computes the devices' work in other processes; None for this process.
         recipients: Which devices take the run's final model.
-        seconds_that_pay: Mean seconds of an ask in the first round from which `remote` computes the later ones; 0: it
+        min_ask_seconds: Mean seconds of an ask in the first round from which `remote` computes the later ones; 0: it
             computes all of them.
 
     Attributes:
@@ -71,8 +75,9 @@ class SimulatedDevices:
         max_open: int,
         clock: Clock | None = None,
         remote: RemoteWork | None = None,
+        *,
         recipients: Recipients = Recipients.PARTICIPANTS,
-        seconds_that_pay: float = 0.0,
+        min_ask_seconds: float = 0.0,
     ) -> None:
         self._recipients = recipients
         self._clock = clock
@@ -82,8 +87,8 @@ class SimulatedDevices:
         self._api, self._run = api, run
         self._store = store
         self._max_open = max_open
-        self._remote = None if seconds_that_pay else remote
-        self._later = (seconds_that_pay, remote) if seconds_that_pay else None
+        self._remote = None if min_ask_seconds else remote
+        self._later = (min_ask_seconds, remote) if min_ask_seconds else None
         self._shared = Shared()
         self._closed = 0
         self._open: OrderedDict[str, tuple[Device, MemoryStorage | None]] = OrderedDict()
@@ -100,7 +105,7 @@ class SimulatedDevices:
         self._registration.register([self._specs[name] for name in names if name not in registered])
 
     def end_deliveries(self) -> None:
-        """Ends the final deliveries to devices that do not need them; see `Recipients` and `settle_deliveries`."""
+        """Ends the final deliveries to devices that are no recipients, and counts the bytes of their downloads."""
         if self._store is None or self._recipients is Recipients.ALL:
             return
         asks = self._api.store.asks
@@ -108,7 +113,9 @@ class SimulatedDevices:
         last = self._api.store.runs.open_number(self._run) or 0
         since = last if self._recipients is Recipients.LAST_ROUND else 0
         needed = asks.devices_asked(self._run, without=DELIVER, since=since)
-        settle_deliveries(self._api, self._run, sorted(asked - needed))
+        if asked - needed:
+            ended = asks.close_step(self._run, DELIVER, asked - needed, NOT_DELIVERED)
+            self._api.downloads.count(self._run, ended)
 
     def step(self, name: str) -> Step:
         """Runs one step of a device."""

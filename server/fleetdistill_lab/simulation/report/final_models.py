@@ -72,15 +72,14 @@ class FinalModels:
 
         With validation data the app may have an earlier model.
         """
-        if spec.is_scored(last) and not spec.validation_file:
+        is_missing = last > 0 and not spec.is_scored(last)
+        if not is_missing and not spec.validation_file:
             return
         compute = self._compute(spec, files)
         if spec.validation_file:
             counts = compute.score(compute.delivered_model())
             append_scores(spec.scores_file, spec.name, START, counts.confusion, DELIVERED)
-        if not last or spec.is_scored(last):
-            return
-        for name, model in compute.method.variants().items():
+        for name, model in compute.method.variants().items() if is_missing else ():
             confusion = compute.score(model).confusion
             append_scores(spec.scores_file, spec.name, last, confusion, "" if name == GENERAL else name)
 

@@ -135,7 +135,7 @@ def _mean_accuracies(
     left_out = _without_score(devices)
     return {
         "mean_accuracy_alone": _mean_where_known(
-            [rate_of(counts[-1]) for name, counts in alone.items() if name not in left_out]
+            [_rate_of(counts[-1]) for name, counts in alone.items() if name not in left_out]
         ),
         "mean_accuracy_fleet": _mean_where_known([device.accuracy_fleet for device in devices]),
         "mean_accuracy_trained": _mean_where_known([device.accuracy_trained for device in devices]),
@@ -155,7 +155,7 @@ def _without_score(devices: Sequence[DeviceReport]) -> set[str]:
     return unknown if len(unknown) < len(devices) else set()
 
 
-def rate_of(counts: Counts | None) -> float | None:
+def _rate_of(counts: Counts | None) -> float | None:
     """Returns the accuracy of counts; None without counts."""
     return None if counts is None else counts.accuracy
 
@@ -170,7 +170,7 @@ def _accuracies_by_round(history: FleetHistory, alone: Mapping[str, Sequence[Cou
         "accuracy_by_round": of(history.devices),
         "delivered_accuracy_by_round": of(history.products),
         "further_accuracy_by_round": {variant: of(counts) for variant, counts in history.further.items()},
-        "alone_accuracy_by_round": {device: [rate_of(count) for count in counts] for device, counts in alone.items()},
+        "alone_accuracy_by_round": {device: [_rate_of(count) for count in counts] for device, counts in alone.items()},
     }
 
 

@@ -70,11 +70,12 @@ class SimulatedCompute(TorchCompute):
         self._round = 0  # of the ask in progress
 
     def _describe_model(self, profile: contract_pb2.DeviceProfile) -> None:
-        known = self._shared.profiles
-        if self._model_name not in known:
-            known[self._model_name] = contract_pb2.DeviceProfile()
-            super()._describe_model(known[self._model_name])
-        profile.MergeFrom(known[self._model_name])
+        known = self._shared.profiles.get(self._model_name)
+        if known is None:
+            known = contract_pb2.DeviceProfile()
+            super()._describe_model(known)
+            self._shared.profiles[self._model_name] = known  # complete, because another thread may use it at once
+        profile.MergeFrom(known)
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         self._round = ask.round
