@@ -232,6 +232,18 @@ def test_sign_out_moves_all_browser_windows_to_sign_in_page(address: str, page: 
     assert RUN not in page.content()
 
 
+def test_sign_out_reaches_a_page_that_has_never_connected(address: str, page: Any) -> None:
+    page.goto(address)
+    page.get_by_text(RUN).wait_for()
+    second = page.context.new_page()
+    second.route_web_socket("**/_nicegui_ws/**", lambda socket: socket.close())
+    second.route("**/_nicegui_ws/**", lambda route: route.abort())
+    second.goto(f"{address}/compare")
+    second.get_by_role("heading", name="Compare").wait_for()
+    page.get_by_role("button", name="Sign out").click()
+    second.get_by_role("heading", name="Sign in").wait_for()
+
+
 def test_the_health_check_needs_no_session_and_reveals_nothing(address: str, work: Path) -> None:
     with serve_lock.take(work / "store", "", 1):
         wait_until(lambda: httpx.get(f"{address}/health", timeout=PATIENCE_SECONDS).text == "ok\n", "the server", 15)

@@ -16,13 +16,6 @@ from fleetdistill_console.dashboard.session import LOGOUT
 LOOK_SECONDS = 0.5
 """Seconds between two looks of a page at the feed, which reads less often."""
 _DARK = "dark"
-_SIGN_IN_AGAIN = """
-window.socket.io.on("reconnect_attempt", async () => {
-  const answer = await fetch(location.href).catch(() => null);
-  if (answer?.status === 401) location.reload();
-});
-"""
-"""Shows the page for signing in once the session has ended: signed out elsewhere, or the dashboard restarted."""
 
 
 def run_link(run: str) -> str:
@@ -45,7 +38,9 @@ def frame(board: Board, heading: str, trail: Sequence[tuple[str, str]] = ()) -> 
         trail: Name and path of the pages above this one.
     """
     ui.page_title(f"{heading} · {board.title}")
-    ui.add_head_html('<link rel="stylesheet" href="/static/dashboard.css">')
+    ui.add_head_html(
+        '<link rel="stylesheet" href="/static/dashboard.css"><script defer src="/static/session.js"></script>'
+    )
     dark = ui.dark_mode(value=app.storage.user.get(_DARK))
     with ui.element("header").props("role=banner").classes("fd-header"):
         ui.link(board.title, "/").classes("fd-brand")
@@ -57,7 +52,6 @@ def frame(board: Board, heading: str, trail: Sequence[tuple[str, str]] = ()) -> 
         _dark_switch(dark)
         with ui.element("form").props(f"method=post action={LOGOUT}"):
             ui.button("Sign out").props("type=submit flat no-caps")
-    ui.run_javascript(_SIGN_IN_AGAIN)
     ui.colors(primary="var(--fd-accent)", negative="var(--fd-bad)")
     ui.query("main.q-page").props("role=presentation")  # NiceGUI puts the header into a main landmark of its own
     main = ui.element("main").classes("fd-main")
