@@ -452,7 +452,7 @@ def test_open_asks_of_a_step_are_closed_for_some_devices(store: Store) -> None:
     assert store.asks.devices_with_open(RUN, "deliver") == {"a", "c"}
     assert store.asks.devices_with_open(RUN, "other") == set()
     closed = store.asks.close_step(RUN, "deliver", ["a", "b", "d", "x"], "not made")
-    assert [(ask.device, ask.step) for ask in closed] == [("a", "deliver")]
+    assert closed == [(1, "a", b"p" * 32)]
     row = store.asks.get(RUN, 1, 1, "a")
     assert row is not None
     assert (row.status, row.reason) == ("out", "not made")

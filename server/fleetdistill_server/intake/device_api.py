@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
@@ -136,7 +136,7 @@ class DeviceApi:
         answer.blake3 = has_blake3()
         return answer
 
-    def register(self, run: str, devices: Sequence[tuple[str, bytes, contract_pb2.DeviceProfile]]) -> None:
+    def register(self, run: str, devices: Iterable[tuple[str, bytes, contract_pb2.DeviceProfile]]) -> None:
         """Registers new devices in one transaction, as if each had checked in; for simulations of large fleets.
 
         Args:
@@ -147,13 +147,15 @@ class DeviceApi:
             RefusedError: A profile does not fit.
         """
         contract = self.sessions.contract(run)
-        for device, _, profile in devices:
+        rows, samples = [], {}
+        for device, secret, profile in devices:
             self._check_profile(run, device, contract, profile)
-        rows = [(device, hash_name(secret), profile.SerializeToString()) for device, secret, profile in devices]
+            rows.append((device, hash_name(secret), profile.SerializeToString()))
+            samples[device] = profile.samples
         self.commit(lambda store: store.devices.register_new(run, rows))
-        for device, _, profile in devices:
+        for device, count in samples.items():
             self.sessions.renew(run, device)
-            for large, text in self._sizes.add(run, device, profile.samples):
+            for large, text in self._sizes.add(run, device, count):
                 self.commit(partial(_note, run, LARGE_DEVICE, text, large))
         self.wake_engine()
 

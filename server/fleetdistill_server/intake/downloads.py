@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 
 from fleetdistill.errors import DamagedError, RefusedError, StoreError, StoreUnavailableError
@@ -71,10 +71,14 @@ class Downloads:
         count(self._last[1])
         return payload
 
-    def count(self, run: str, asks: Sequence[Ask]) -> None:
+    def count(self, run: str, asks: Iterable[tuple[int, str, bytes]]) -> None:
         """Counts the payloads of a contract and of asks as downloaded, without handing them over.
 
         For devices of a simulation that get the final result without being made.
+
+        Args:
+            run: Name of the run.
+            asks: Round, device and payload of each ask.
         """
         contract = self._sessions.contract(run)
         packed = choose(self._compression, offered())
@@ -85,9 +89,9 @@ class Downloads:
             return counted(payload, packed), payload.header().ByteSize()
 
         def job(store: Store) -> None:
-            for ask in asks:
-                for sha256 in {contract.initial_weights, contract.proxy_digest, ask.payload} - {b""}:
-                    store.history.add_traffic(run, ask.round, ask.device, "down", *counts_of(sha256))
+            for number, device, asked in asks:
+                for sha256 in {contract.initial_weights, contract.proxy_digest, asked} - {b""}:
+                    store.history.add_traffic(run, number, device, "down", *counts_of(sha256))
 
         self._commit(job)
 

@@ -215,15 +215,19 @@ class Asks:
         sql = "UPDATE asks SET status = 'out', reason = ? WHERE id = ? AND status = 'open'"
         self._db.write(sql, shorten(reason), ask)
 
-    def close_step(self, run: str, step: str, devices: Collection[str], reason: str) -> list[Ask]:
-        """Closes the open asks of a step for some devices with a reason, and returns them."""
+    def close_step(self, run: str, step: str, devices: Collection[str], reason: str) -> list[tuple[int, str, bytes]]:
+        """Closes the open asks of a step for some devices with a reason.
+
+        Returns:
+            Round, device and payload of each closed ask; the payload is empty if the ask has none.
+        """
         among = set(devices)
+        sql = "SELECT id, round, device, payload FROM asks WHERE run = ? AND step = ? AND status = 'open'"
+        close = "UPDATE asks SET status = 'out', reason = ? WHERE id = ? AND status = 'open'"
         with self._db.transaction():
-            asks = self._asks("SELECT * FROM asks WHERE run = ? AND step = ? AND status = 'open'", run, step)
-            closed = [ask for ask in asks if ask.device in among]
-            sql = "UPDATE asks SET status = 'out', reason = ? WHERE id = ? AND status = 'open'"
-            self._db.write_many(sql, [(shorten(reason), ask.id) for ask in closed])
-        return closed
+            rows = [row for row in self._db.rows(sql, run, step) if row["device"] in among]
+            self._db.write_many(close, ((shorten(reason), row["id"]) for row in rows))
+        return [(row["round"], row["device"], row["payload"] or b"") for row in rows]
 
     def upload_of(self, ask: int) -> Upload | None:
         """Returns the accepted answer to an ask, or None if there is none or its payload is missing or damaged."""

@@ -14,7 +14,8 @@ import functools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill_server.logs import log_event
@@ -188,11 +189,12 @@ class Database(ABC):
         result = self._change(_insert_statement(table, tuple(row), clause), tuple(row.values()))[0]
         return result[0] if result else {}
 
-    def insert_many(self, table: str, rows: Sequence[Mapping[str, Any]], clause: str = "") -> None:
+    def insert_many(self, table: str, rows: Iterable[Mapping[str, Any]], clause: str = "") -> None:
         """Inserts rows with equal columns; see `insert`."""
-        if rows:
-            statement = _insert_statement(table, tuple(rows[0]), clause)
-            self.write_many(statement, [tuple(row.values()) for row in rows])
+        remaining = iter(rows)
+        for first in remaining:
+            statement = _insert_statement(table, tuple(first), clause)
+            self.write_many(statement, (tuple(row.values()) for row in chain([first], remaining)))
 
     def _change(self, sql: str, values: tuple[Any, ...]) -> tuple[list[Row], int]:
         """Runs one statement in the open transaction, or in a transaction if none is open.

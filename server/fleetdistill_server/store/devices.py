@@ -89,7 +89,7 @@ class Devices:
         with self._db.transaction():
             self._db.insert_many(
                 "devices",
-                [
+                (
                     {
                         "run": run,
                         "device": device,
@@ -100,7 +100,7 @@ class Devices:
                         "last_seen": now,
                     }
                     for device, secret_hash, profile in devices
-                ],
+                ),
             )
             self._end_wait(run)
 

@@ -51,8 +51,10 @@ class Registration:
                 self._first[_kind(spec)] = spec
                 self._check_in(spec)
         profiles = {kind: self._profile(first) for kind, first in self._first.items()}
-        rows = [(spec.name, self._secret(spec), self._profile_like(profiles[_kind(spec)], spec)) for spec in others]
-        self._api.register(self._run, rows)
+        self._api.register(
+            self._run,
+            ((spec.name, self._secret(spec), self._profile_like(profiles[_kind(spec)], spec)) for spec in others),
+        )
 
     def contents(self, spec: DeviceSpec) -> dict[str, bytes]:
         """Returns the state of a registered device that has not been made, by file name.

@@ -177,11 +177,6 @@ def bytes_by_round(traffic: Sequence[Traffic], completed: Sequence[int], devices
     return [{direction: total / devices for direction, total in item.items()} for item in result]
 
 
-def total_bytes(traffic: Sequence[Traffic], direction: str) -> int:
-    """Returns the bytes of tensors and envelopes in one direction."""
-    return sum(sent.uncompressed_bytes for sent in traffic if sent.direction == direction)
-
-
 def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
     """Formats the comparison as a table; bytes and exchanges are per device in the whole run."""
     from rich.box import SIMPLE_HEAD

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from fleetdistill.training.model import parameter_count
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_lab.simulation.report.comparison import total_bytes
 from fleetdistill_lab.simulation.report.history import FleetHistory
 from fleetdistill_lab.simulation.report.metrics import Ints, accuracy, accuracy_or_none
 from fleetdistill_lab.simulation.report.outcome import Outcome
 from fleetdistill_lab.simulation.report.results import DeviceReport
 from fleetdistill_lab.simulation.report.scores import in_class_mix
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
-from fleetdistill_server.store.records import Traffic
 from fleetdistill_server.views.expected import Expected
 
 
+class DeviceBytes(NamedTuple):
+    """Bytes of a device, uncompressed and on the wire; fields of `DeviceReport`."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    sent_up: int = 0
+    sent_down: int = 0
+
+
 def device_report(
-    done: Outcome, spec: DeviceSpec, samples_1c: Ints, own_traffic: Sequence[Traffic], estimates: Mapping[str, Expected]
+    done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: DeviceBytes, estimates: Mapping[str, Expected]
 ) -> DeviceReport:
     """Builds the report of one device.
 
@@ -26,7 +34,7 @@ def device_report(
         done: The simulation's data.
         spec: The device.
         samples_1c: `[1, C]`, the device's number of training samples of each class.
-        own_traffic: Traffic of the device.
+        traffic: Bytes of the device.
         estimates: Leave-one-out estimates of the devices that have them, by id.
     """
     trained_cc = done.history.devices[spec.name][-1]
@@ -47,10 +55,7 @@ def device_report(
         own_accuracy_fleet=_own(fleet_cc, samples_1c),
         accuracy_trained=accuracy_or_none(trained_cc),
         own_accuracy_trained=_own(trained_cc, samples_1c),
-        bytes_up=total_bytes(own_traffic, "up"),
-        bytes_down=total_bytes(own_traffic, "down"),
-        sent_up=_sent(own_traffic, "up"),
-        sent_down=_sent(own_traffic, "down"),
+        **traffic._asdict(),
         onnx_file=exported.file if exported else None,
         onnx_max_difference=exported.max_difference if exported else None,
         onnx_answers=dict(exported.variants) if exported else {},
@@ -83,7 +88,3 @@ def _further(history: FleetHistory, device: str, samples_1c: Ints) -> dict[str, 
 def _own(counts_cc: Ints | None, samples_1c: Ints) -> float | None:
     """Returns the accuracy on the global test set with classes weighted by the device's samples; None if unknown."""
     return None if counts_cc is None else accuracy(in_class_mix(counts_cc, samples_1c)[0])
-
-
-def _sent(traffic: Sequence[Traffic], direction: str) -> int:
-    return sum(sent.sent_bytes for sent in traffic if sent.direction == direction)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, fields
@@ -25,7 +25,7 @@ from fleetdistill_lab.simulation.report.comparison import (
     local_only,
 )
 from fleetdistill_lab.simulation.report.device_plots import DeviceCurves
-from fleetdistill_lab.simulation.report.device_report import device_report
+from fleetdistill_lab.simulation.report.device_report import DeviceBytes, device_report
 from fleetdistill_lab.simulation.report.history import FleetHistory
 from fleetdistill_lab.simulation.report.metrics import Ints, accuracy_or_none
 from fleetdistill_lab.simulation.report.outcome import Controls, FedAvgControl, Outcome
@@ -33,7 +33,6 @@ from fleetdistill_lab.simulation.report.plots import save_report_figure
 from fleetdistill_lab.simulation.report.results import DeviceReport, FleetReport
 from fleetdistill_lab.simulation.report.scores import FleetFigures, fleet_figures, late_figures
 from fleetdistill_lab.simulation.report.simulated_time import simulated_times
-from fleetdistill_server.store.records import Traffic
 from fleetdistill_server.store.run_figures import RoundFigures, round_figures
 from fleetdistill_server.store.states import RoundStatus, UploadStatus
 from fleetdistill_server.store.store import Store
@@ -46,11 +45,10 @@ def make_report(done: Outcome) -> FleetReport:
     """Builds the report of the completed rounds and writes it to the simulation's `out`."""
     shares = done.split.class_counts(done.data.train_labels.numpy(), len(done.data.classes))
     estimates = expected(done.store, done.run)
-    traffic = defaultdict[str, list[Traffic]](list)
-    for sent in done.store.history.traffic(done.run):
-        traffic[sent.device].append(sent)
+    traffic = _bytes_by_device(done.store, done.run)
     devices = [
-        device_report(done, spec, shares[[row]], traffic[spec.name], estimates) for row, spec in enumerate(done.specs)
+        device_report(done, spec, shares[[row]], traffic.get(spec.name, DeviceBytes()), estimates)
+        for row, spec in enumerate(done.specs)
     ]
     left_out = _without_score(devices)
     scores = _scores(done.history, shares, done.controls, left_out)
@@ -84,6 +82,18 @@ def make_report(done: Outcome) -> FleetReport:
     )
     write_report(report, done.wanted.out)
     return report
+
+
+def _bytes_by_device(store: Store, run: str) -> dict[str, DeviceBytes]:
+    result: dict[str, DeviceBytes] = {}
+    for sent in store.history.traffic(run):
+        up, down, sent_up, sent_down = result.get(sent.device, DeviceBytes())
+        if sent.direction == "up":
+            up, sent_up = up + sent.uncompressed_bytes, sent_up + sent.sent_bytes
+        else:
+            down, sent_down = down + sent.uncompressed_bytes, sent_down + sent.sent_bytes
+        result[sent.device] = DeviceBytes(up, down, sent_up, sent_down)
+    return result
 
 
 def _total_traffic(store: Store, run: str) -> list[dict[str, Any]]:
