@@ -14,7 +14,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from support.fleets import DEFAULTS, prepare, run_in_memory
+from support.fleets import DEFAULTS, EVERY_METHOD, prepare, run_in_memory
 from support.outside import fresh_process
 from support.sizes import sizes_of
 from typer.testing import CliRunner, Result
@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 from fleetdistill import COLUMNS
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import KINDS, Weights
-from fleetdistill.methods import METHODS, config_class, example_config
+from fleetdistill.methods import config_class, example_config
 from fleetdistill.methods.cdkt.config import CDKTConfig
 from fleetdistill.methods.dafkd.config import DaFKDConfig
 from fleetdistill.methods.fedd2s.config import FedD2SConfig
@@ -53,7 +53,7 @@ from fleetdistill_server.methods.traffic import (
 from fleetdistill_server.texts import readable_bytes
 
 WIDTH = 118
-every_method = pytest.mark.parametrize("method", sorted(METHODS))
+every_method = pytest.mark.parametrize("method", EVERY_METHOD)
 USUAL = {"classstats", "dafkd", "fedavg", "feddkc"}
 
 
@@ -78,7 +78,10 @@ def predicted(
     ("method", "settings", "knowledge_type"),
     [
         *((method, {}, "float16") for method in sorted(USUAL)),
-        *(pytest.param(method, {}, "float16", marks=pytest.mark.long) for method in sorted(METHODS.keys() - USUAL)),
+        *(
+            pytest.param(method, {}, "float16", marks=pytest.mark.long)
+            for method in sorted(set(EVERY_METHOD) - {*USUAL, "no_transfer"})
+        ),
         *(pytest.param("feddkd", {"dkd_steps": steps}, "float16", marks=pytest.mark.long) for steps in (1, 5)),
         pytest.param("classstats", {}, "float32", marks=pytest.mark.long),
         ("classstats", {"rank": 0}, "float16"),
@@ -223,7 +226,7 @@ def test_bytes_never_fall_with_size_nor_rise_at_half_precision(
 ) -> None:
     small = Sizes(samples=samples, features=features, classes=classes, model=Weights(model))
     large = Sizes(samples=samples + more, features=features + more, classes=classes, model=Weights(model + more))
-    for method in METHODS:
+    for method in EVERY_METHOD:
         half, single, byte = (predicted(method, small, item) for item in KNOWLEDGE_TYPES)
         assert all(a <= b <= 2 * a for a, b in zip(half, single, strict=True))
         scales = 8 * (features + classes)  # which weigh more than they save where there are few samples
@@ -294,7 +297,7 @@ def test_the_columns_follow_the_settings(method: str, config: Any, says: list[st
 def test_json_has_a_row_for_every_method() -> None:
     with fresh_process():
         said = json.loads(call("--json").stdout)
-    assert [row["method"] for row in said["methods"]] == sorted(METHODS)
+    assert [row["method"] for row in said["methods"]] == EVERY_METHOD
     assert said["knowledge_type"] == "float16"
     rows = {row["method"]: row for row in said["methods"]}
     assert {name for name, row in rows.items() if row["labels_leave"]} == {"fedd2s", "feddkc"}
@@ -352,7 +355,7 @@ def run_toml(directory: Path, method: str, **settings: Any) -> Path:
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
-        *((method, {}) for method in sorted(METHODS)),
+        *((method, {}) for method in EVERY_METHOD),
         ("feddkd", {"dkd_steps": 5}),
         ("cdkt", {"knowledge": "repfull"}),
     ],
@@ -397,7 +400,7 @@ def test_each_method_has_one_line_in_each_table_of_a_terminal() -> None:
     console.print(*method_tables(compare_methods(largest, "float32"))[:2])
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert all(len(line) <= WIDTH for line in lines)
-    for name in METHODS:
+    for name in EVERY_METHOD:
         what, costs = (line for line in lines if line.split()[:1] == [name])
         row = method_row(name, largest, "float32")
         assert row["summary"] in what

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.outside import fresh_process
 
-from fleetdistill.methods import example_config, known_methods
+from fleetdistill.methods import METHODS, example_config
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 
@@ -38,7 +38,7 @@ def steps_on_the_page() -> dict[tuple[str, str], set[tuple[str, str]]]:
 
 
 def all_exchanges() -> Iterator[tuple[str, Exchange]]:
-    for name in known_methods():
+    for name in METHODS:
         for shown, settings in FORMS.get(name, [(name, {})]):
             config = example_config(name, **settings).for_classes(10)
             for exchange in server_class(name).exchanges(config, Sizes()):

@@ -11,11 +11,10 @@ import pytest
 from engine.fragile import Crash
 from engine.moved_clock import MovedClock
 from support.answering import AnsweringDevice
-from support.fleets import RUNS, assert_no_upload_lost, prepare
+from support.fleets import EVERY_METHOD, RUNS, assert_no_upload_lost, prepare
 from support.long import long_except
 
 from fleetdistill import Device, Step
-from fleetdistill.methods import METHODS
 from fleetdistill_lab.simulation.spec.device import make_device
 from fleetdistill_lab.simulation.spec.plan import NO_DEADLINE_SECONDS, RUN
 from fleetdistill_server.config.run_config import RunConfig, run_config
@@ -66,7 +65,7 @@ class Turns:
         """Devices in this process need no wake-up."""
 
 
-@pytest.mark.parametrize("method", long_except(sorted(METHODS), "classstats", "fedavg", "feddkc"))
+@pytest.mark.parametrize("method", long_except(EVERY_METHOD, "classstats", "fedavg", "feddkc"))
 def test_a_device_that_never_answers_is_asked_ever_less_often(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

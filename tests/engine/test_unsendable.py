@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.answering import AnsweringDevice
-from support.fleets import RUNS, assert_no_upload_lost, prepare, run_in_memory
+from support.fleets import EVERY_METHOD, RUNS, assert_no_upload_lost, prepare, run_in_memory
 from support.long import long_except
 from torch import nn
 
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Parts, RefinedKnowledge
-from fleetdistill.methods import METHODS
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill.wire.codec import encode
 from fleetdistill_lab.simulation.spec.plan import RUN
@@ -41,7 +40,7 @@ def poisoned(payload: Any, fits: Callable[[str], bool]) -> Callable[[str], Parts
     return parts
 
 
-@pytest.mark.parametrize("name", long_except(sorted(METHODS), "classstats", "fedavg", "feddkc"))
+@pytest.mark.parametrize("name", long_except(EVERY_METHOD, "classstats", "fedavg", "feddkc"))
 def test_ask_that_cannot_be_encoded_costs_a_round_not_the_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fleets import DEFAULTS, REPRODUCIBLE, RUN, RUNS, prepare, record, run_in_memory
+from support.fleets import DEFAULTS, EVERY_METHOD, REPRODUCIBLE, RUN, RUNS, prepare, record, run_in_memory
 from support.long import long_except
 from support.outside import fresh_process
 from support.undisturbed import Undisturbed
@@ -48,7 +48,7 @@ LOSSES = {"classstats": "classstats with a trained predictor"}
 EVERY_STEP: dict[str, dict[str, Any]] = {"dafkd": {"discriminator_location": "device", "sync": "exact"}}
 """Settings with which a method asks each of its steps, where it does not by default."""
 
-every_method = pytest.mark.parametrize("method", sorted(METHODS))
+every_method = pytest.mark.parametrize("method", EVERY_METHOD)
 
 
 def test_both_tables_name_the_same_methods() -> None:
@@ -57,7 +57,7 @@ def test_both_tables_name_the_same_methods() -> None:
 
 @pytest.mark.parametrize("table", [config_class, device_class, server_class])
 def test_unknown_method_is_refused_and_known_ones_are_listed(table: object) -> None:
-    listed = f"unknown method 'gossip', expected one of {', '.join(sorted(METHODS))}"
+    listed = f"unknown method 'gossip', expected one of {', '.join(EVERY_METHOD)}"
     with fresh_process(), pytest.raises(ConfigurationError, match=listed):
         table("gossip")  # type: ignore[operator]
 
@@ -97,7 +97,7 @@ def test_the_device_half_has_a_handler_for_every_step(method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", long_except(sorted(METHODS), "classstats", "fedavg", "feddkc"))
+@pytest.mark.parametrize("method", long_except(EVERY_METHOD, "classstats", "fedavg", "feddkc"))
 def test_a_small_fleet_learns_and_every_upload_is_used(method: str, tmp_path: Path) -> None:
     """A method of one exchange has learned all in its first round, so that it is held against chance."""
     small: dict[str, Any] = {"rounds": 6, "devices": 3, "train_limit": 400, "with_alone": False, "with_fedavg": False}
@@ -119,7 +119,7 @@ def test_a_small_fleet_learns_and_every_upload_is_used(method: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", long_except(sorted(METHODS.keys() & set(REPRODUCIBLE)), "fedavg", "feddkc"))
+@pytest.mark.parametrize("method", long_except(sorted(set(EVERY_METHOD) & set(REPRODUCIBLE)), "fedavg", "feddkc"))
 def test_same_seed_gives_same_fleet_and_other_seed_another(
     method: str, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
@@ -134,7 +134,7 @@ def test_same_seed_gives_same_fleet_and_other_seed_another(
     other_store.close()
 
 
-@pytest.mark.parametrize("method", long_except(sorted(METHODS.keys() - {"classstats_private"}), "fedavg", "feddkc"))
+@pytest.mark.parametrize("method", long_except(sorted(set(EVERY_METHOD) - {"classstats_private"}), "fedavg", "feddkc"))
 def test_the_mean_loss_of_every_training_reaches_the_server(method: str, undisturbed: Undisturbed) -> None:
     name = LOSSES.get(method, method)
     store = undisturbed(name).store
@@ -153,7 +153,7 @@ def test_a_method_that_trains_nothing_tells_of_no_loss(undisturbed: Undisturbed)
     assert not store.history.figures(RUN, "loss", "train")
 
 
-@pytest.mark.parametrize("method", long_except(sorted(METHODS), "classstats", "fedavg", "feddkc"))
+@pytest.mark.parametrize("method", long_except(EVERY_METHOD, "classstats", "fedavg", "feddkc"))
 def test_forgotten_device_is_not_named_in_method_state(method: str, tmp_path: Path) -> None:
     store = run_in_memory(prepare(RUNS[method], tmp_path / "work"))
     forgotten, stays = (row.id for row in store.devices.all(RUN))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.fleets import (
+    EVERY_METHOD,
     REPRODUCIBLE,
     RUNS,
     Prepared,
@@ -25,7 +26,6 @@ from support.stores import runs_apart
 from support.undisturbed import Played, Undisturbed
 
 from fleetdistill import Device, Step
-from fleetdistill.methods import METHODS
 from fleetdistill_lab.simulation.spec.device import make_compute, make_device
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.intake.device_api import DeviceApi
@@ -34,7 +34,7 @@ from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow
-every_method = pytest.mark.parametrize("name", long_except(sorted(METHODS.keys() & set(REPRODUCIBLE)), "fedavg"))
+every_method = pytest.mark.parametrize("name", long_except(sorted(set(EVERY_METHOD) & set(REPRODUCIBLE)), "fedavg"))
 State = tuple[int, int, int]
 """(round, step number, answers to that step), what a store shows in mid-run."""
 
@@ -136,7 +136,7 @@ def test_engine_killed_at_each_failpoint_changes_nothing(name: str, undisturbed:
 
 
 @pytest.mark.long
-@runs_apart(sorted(METHODS.keys() & set(REPRODUCIBLE)), usual="fedavg")
+@runs_apart(sorted(set(EVERY_METHOD) & set(REPRODUCIBLE)), usual="fedavg")
 def test_remote_engine_killed_at_each_failpoint_changes_nothing(
     name: str, undisturbed: Undisturbed, database_url: str, blobs_url: str, tmp_path: Path
 ) -> None:

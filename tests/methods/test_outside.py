@@ -29,13 +29,13 @@ NOTES_ITSELF = "from pathlib import Path\nPath(__file__).with_suffix('.imported'
 
 @pytest.fixture(autouse=True)
 def process(tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
-    with fresh_process("fedprox", "spy", "broken", "silent", "half", "faulty") as patch:
+    with fresh_process("own_method", "spy", "broken", "silent", "half", "faulty") as patch:
         patch.syspath_prepend(str(tmp_path))
         yield patch
 
 
 @pytest.fixture
-def with_fedprox(process: pytest.MonkeyPatch) -> None:
+def with_own_method(process: pytest.MonkeyPatch) -> None:
     process.syspath_prepend(str(EXAMPLES))
 
 
@@ -67,27 +67,27 @@ def small(method: str, out: Path | str, *modules: str) -> Simulation:
 
 
 @pytest.mark.slow
-def test_an_imported_method_gives_the_same_over_both_links(with_fedprox: None, tmp_path: Path) -> None:
-    options = ["--import", "fedprox", "--method", "fedprox", "--set", "method.mu=0.1"]
+def test_an_imported_method_gives_the_same_over_both_links(with_own_method: None, tmp_path: Path) -> None:
+    options = ["--import", "own_method", "--method", "proximal", "--set", "method.mu=0.1"]
     memory, grpc = (simulated(tmp_path / link, "--link", link, *options) for link in ("memory", "grpc"))
-    assert memory["method"] == "fedprox"
+    assert memory["method"] == "proximal"
     assert memory["accuracy_by_round"] == grpc["accuracy_by_round"]
     assert memory["global_accuracy_by_round"] == grpc["global_accuracy_by_round"]
     assert all(len(curve) == 2 for curve in grpc["accuracy_by_round"].values())
 
 
-def test_imported_method_simulation_resumes_without_being_named(with_fedprox: None, tmp_path: Path) -> None:
-    before = simulated(tmp_path / "out", "--import", "fedprox", "--method", "fedprox")
-    with fresh_process("fedprox"):
+def test_imported_method_simulation_resumes_without_being_named(with_own_method: None, tmp_path: Path) -> None:
+    before = simulated(tmp_path / "out", "--import", "own_method", "--method", "proximal")
+    with fresh_process("own_method"):
         after = simulated(tmp_path / "out", "--resume")
     assert after["accuracy_by_round"] == before["accuracy_by_round"]
 
 
-def test_the_table_of_methods_has_imported_ones(with_fedprox: None) -> None:
-    told = CliRunner().invoke(app, ["methods", "--import", "fedprox", "--json"])
+def test_the_table_of_methods_has_imported_ones(with_own_method: None) -> None:
+    told = CliRunner().invoke(app, ["methods", "--import", "own_method", "--json"])
     rows = {row["method"]: row for row in json.loads(told.stdout)["methods"]}
-    assert rows["fedprox"]["summary"] == "FedAvg with a proximal term in local training"
-    assert rows["fedprox"]["bytes_up"] == rows["fedavg"]["bytes_up"]
+    assert rows["proximal"]["summary"] == "FedAvg with a proximal term in local training"
+    assert rows["proximal"]["bytes_up"] == rows["fedavg"]["bytes_up"]
 
 
 RUN_TOML = """
@@ -106,25 +106,25 @@ listen = "127.0.0.1:0"
 """
 
 
-def run_toml(tmp_path: Path, modules: list[str], method: str = "fedprox") -> Path:
+def run_toml(tmp_path: Path, modules: list[str], method: str = "proximal") -> Path:
     file = tmp_path / "run.toml"
     file.write_text(RUN_TOML.format(method=method, modules=json.dumps(modules), store=tmp_path / "store"))
     return file
 
 
-def test_run_toml_names_modules_that_register_methods(with_fedprox: None, tmp_path: Path) -> None:
-    config = load_run_config(run_toml(tmp_path, ["fedprox"]))
-    assert config.run.modules == ["fedprox"]
+def test_run_toml_names_modules_that_register_methods(with_own_method: None, tmp_path: Path) -> None:
+    config = load_run_config(run_toml(tmp_path, ["own_method"]))
+    assert config.run.modules == ["own_method"]
     assert config.method_config().mu == 0.1
-    assert config.fixed_part()["run"]["import"] == ["fedprox"], "export builds the method from what the store has"
-    assert server_class("fedprox").__name__ == "FedProxServer"
+    assert config.fixed_part()["run"]["import"] == ["own_method"], "export builds the method from what the store has"
+    assert server_class("proximal").__name__ == "FedProxServer"
 
 
-def test_serve_check_covers_imports(with_fedprox: None, tmp_path: Path) -> None:
+def test_serve_check_covers_imports(with_own_method: None, tmp_path: Path) -> None:
     write_module(tmp_path, "silent", "x = 1\n")
-    told = CliRunner().invoke(app, ["serve", "--check", str(run_toml(tmp_path, ["fedprox"]))])
+    told = CliRunner().invoke(app, ["serve", "--check", str(run_toml(tmp_path, ["own_method"]))])
     assert told.exit_code == 0, told.stderr
-    assert "fedprox, 30 rounds" in told.stdout
+    assert "proximal, 30 rounds" in told.stdout
     for modules, sentence in WRONG_MODULES.items():
         told = CliRunner().invoke(app, ["serve", "--check", str(run_toml(tmp_path, [modules]))])
         assert (told.exit_code, told.stdout) == (1, "")
@@ -171,20 +171,20 @@ methods.register("half", FedAvgConfig, FedAvgDevice)
 
 
 @pytest.mark.slow
-def test_method_registered_only_in_this_process_runs_over_grpc(with_fedprox: None, tmp_path: Path) -> None:
-    import fedprox  # type: ignore[import-not-found]  # noqa: F401
+def test_method_registered_only_in_this_process_runs_over_grpc(with_own_method: None, tmp_path: Path) -> None:
+    import own_method  # type: ignore[import-not-found]  # noqa: F401
 
-    assert modules_of("fedprox") == ["fedprox"]
+    assert modules_of("proximal") == ["own_method"]
     assert modules_of("fedavg") == []
-    assert simulate(small("fedprox", tmp_path / "out")).completed_rounds == 1
+    assert simulate(small("proximal", tmp_path / "out")).completed_rounds == 1
 
 
 @pytest.mark.slow
 def test_an_engine_that_cannot_import_the_method_says_so(tmp_path: Path, process: pytest.MonkeyPatch) -> None:
     fails = "import sys\nif 'engine' in sys.argv[0]: raise RuntimeError('not in the engine')\n"
-    write_module(tmp_path, "broken", fails + (EXAMPLES / "fedprox.py").read_text().replace("from __future__", "#"))
+    write_module(tmp_path, "broken", fails + (EXAMPLES / "own_method.py").read_text().replace("from __future__", "#"))
     with pytest.raises(RunError, match=r"cannot run this configuration: .*'broken': RuntimeError: not in the engine"):
-        simulate(small("fedprox", tmp_path / "out", "broken"))
+        simulate(small("proximal", tmp_path / "out", "broken"))
 
 
 FAULTY = """
@@ -223,25 +223,25 @@ def test_a_faulty_device_half_over_grpc_leaves_its_traceback(tmp_path: Path, pro
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.cold_start
-def test_installed_method_runs_over_both_links_without_naming_it(with_fedprox: None, tmp_path: Path) -> None:
-    install(tmp_path, "own-methods", {"fedprox": "fedprox"})
+def test_installed_method_runs_over_both_links_without_naming_it(with_own_method: None, tmp_path: Path) -> None:
+    install(tmp_path, "own-methods", {"proximal": "own_method"})
     memory, grpc = (
-        simulated(tmp_path / link, "--link", link, "--method", "fedprox", "--set", "method.mu=0.1")
+        simulated(tmp_path / link, "--link", link, "--method", "proximal", "--set", "method.mu=0.1")
         for link in ("memory", "grpc")
     )
     assert memory["accuracy_by_round"] == grpc["accuracy_by_round"]
     told = CliRunner().invoke(app, ["methods", "--json"])
-    assert "fedprox" in [row["method"] for row in json.loads(told.stdout)["methods"]]
+    assert "proximal" in [row["method"] for row in json.loads(told.stdout)["methods"]]
     checked = CliRunner().invoke(app, ["serve", "--check", str(run_toml(tmp_path, []))])
     assert checked.exit_code == 0, checked.stderr
 
 
-def test_an_entry_point_may_name_a_function_that_registers(with_fedprox: None, tmp_path: Path) -> None:
-    write_module(tmp_path, "half", "def add():\n    import fedprox\n")
-    install(tmp_path, "own-methods", {"fedprox": "half:add"})
-    assert config_class("fedprox").__name__ == "FedProxConfig"
-    assert server_class("fedprox").__name__ == "FedProxServer"
-    assert modules_of("fedprox") == [], "other processes find it themselves"
+def test_an_entry_point_may_name_a_function_that_registers(with_own_method: None, tmp_path: Path) -> None:
+    write_module(tmp_path, "half", "def add():\n    import own_method\n")
+    install(tmp_path, "own-methods", {"proximal": "half:add"})
+    assert config_class("proximal").__name__ == "FedProxConfig"
+    assert server_class("proximal").__name__ == "FedProxServer"
+    assert modules_of("proximal") == [], "other processes find it themselves"
 
 
 def contract(method: str) -> contract_pb2.Contract:

@@ -10,12 +10,12 @@ import onnxruntime
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from support.fleets import RUN, RUNS, prepare, run_in_memory
+from support.fleets import EVERY_METHOD, RUN, RUNS, prepare, run_in_memory
 from support.long import long_except
 from torch import Tensor, nn
 
 from fleetdistill.knowledge import PERSONAL
-from fleetdistill.methods import METHODS, device_class
+from fleetdistill.methods import device_class
 from fleetdistill.replacement import REPLACEMENT_METRICS, SPLIT
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill_lab.simulation.report.final_models import FinalModels
@@ -23,7 +23,7 @@ from fleetdistill_lab.simulation.spec.arrays import load_arrays
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
 from fleetdistill_server.views import runs as views
 
-every_method = pytest.mark.parametrize("method", long_except(sorted(METHODS), "classstats", "fedavg", "feddkc"))
+every_method = pytest.mark.parametrize("method", long_except(EVERY_METHOD, "classstats", "fedavg", "feddkc"))
 
 
 def first_model(spec: DeviceSpec) -> nn.Module:

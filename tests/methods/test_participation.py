@@ -8,17 +8,17 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from support.fleets import RUNS, prepare, run_in_memory
+from support.fleets import EVERY_METHOD, RUNS, prepare, run_in_memory
 from support.long import long_except
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import DELIVER
-from fleetdistill.methods import METHODS, example_config
+from fleetdistill.methods import example_config
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.methods.cohort import devices_needed
 from fleetdistill_server.store.store import Store
 
-every_method = pytest.mark.parametrize("method", long_except(sorted(METHODS), "classstats", "fedavg", "feddkc"))
+every_method = pytest.mark.parametrize("method", long_except(EVERY_METHOD, "classstats", "fedavg", "feddkc"))
 
 
 def asked_in(store: Store, number: int) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from support.fleets import EVERY_METHOD
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.methods import METHODS, example_config
+from fleetdistill.methods import example_config
 from fleetdistill.methods.local import ROBUST
 
-every_method = pytest.mark.parametrize("method", sorted(METHODS))
+every_method = pytest.mark.parametrize("method", EVERY_METHOD)
 
 
 @every_method

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fleetdistill.methods import METHODS
+from fleetdistill.methods.outside import installed_methods
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_lab.simulation.data.datasets import load_dataset
@@ -75,15 +76,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dafkd on features": {"method": "dafkd", "settings": {**_DAFKD, "generator_level": "feature"}},
 }
 """What a simulation changes for a method to send other kinds of messages than it does by default."""
+BASELINES = tuple(installed_methods())
+"""The lab's methods, which are not built in."""
+EVERY_METHOD = sorted({*METHODS, *BASELINES})
 DEFAULTS: dict[str, dict[str, Any]] = {
     "classstats_private": {"settings": {"epsilon": 20.0, "dimensions": 32}, "train_limit": 400},
 }
 """What a simulation changes for a method that has no default of a setting, or needs more rows."""
 RUNS = {
-    **{method: replace(SMALL, method=method, **DEFAULTS.get(method, {})) for method in sorted(METHODS)},
+    **{method: replace(SMALL, method=method, **DEFAULTS.get(method, {})) for method in EVERY_METHOD},
     **{name: replace(SMALL, **changes) for name, changes in VARIANTS.items()},
 }
-"""A short run of every method in the table with its defaults, and of every variant."""
+"""A short run of every method with its defaults, and of every variant."""
 HOSTILE = replace(SMALL, method="fedavg", devices=5, train_limit=150, alpha=100.0, hostile=1, attack="scaled")
 """A fleet of which one device is left out of every mean."""
 REPRODUCIBLE = [name for name, wanted in RUNS.items() if wanted.method != "classstats_private"]

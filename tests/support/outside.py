@@ -24,12 +24,13 @@ def fresh_process(*modules: str) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(server_methods, "registered", {})
         patch.setattr(outside, "registrations", [])
         patch.setattr(outside, "imported", set())
-        for module in modules:
+        new = {*modules, *(name for name in sys.modules if name.startswith("fleetdistill_lab.baselines."))}
+        for module in new:
             patch.delitem(sys.modules, module, raising=False)
         try:
             yield patch
         finally:
-            for module in modules:
+            for module in new:
                 sys.modules.pop(module, None)
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fleets import EVERY_METHOD
 from support.long import long_except
 from typer.testing import CliRunner
 
-from fleetdistill.methods import METHODS
 from fleetdistill_console.dashboard.server import SimulatedRun
 from fleetdistill_console.metrics.runs import RunsCollector
 from fleetdistill_console.tracking.run_figures import points_since
@@ -89,7 +89,7 @@ def in_the_report(report: FleetReport) -> Figures:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", long_except(sorted(METHODS), "classstats", "fedavg", "feddkc"))
+@pytest.mark.parametrize("method", long_except(EVERY_METHOD, "classstats", "fedavg", "feddkc"))
 def test_every_surface_shows_the_same_figures(method: str, tmp_path: Path) -> None:
     report = simulate(Simulation(method=method, settings=SETTINGS.get(method, {}), out=tmp_path, **SMALL))
     directory = tmp_path / "work" / "store"

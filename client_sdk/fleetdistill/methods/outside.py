@@ -3,7 +3,7 @@
 An installed package declares a method as an entry point:
 
     [project.entry-points."fleetdistill.methods"]
-    fedprox = "my_package.fedprox"
+    proximal = "my_package.own_method"
 
 The name is the method's name. The value is a module that calls `register`, or a function that does. It is imported
 when this process needs a method of exactly that name. A contract contains only the method's name, so a server can
@@ -87,7 +87,7 @@ def import_modules(modules: Iterable[str], setting: str) -> None:
     Importing a module runs its code: take names only from local configuration, never from a received message.
 
     Args:
-        modules: Names as in `import`, such as `my_package.fedprox`.
+        modules: Names as in `import`, such as `my_package.own_method`.
         setting: The setting that names the modules, for error messages.
 
     Raises:

@@ -10,6 +10,16 @@ from torch.nn import functional
 
 from fleetdistill.errors import ConfigurationError, KnowledgeError
 
+__all__ = [
+    "activation_divergence",
+    "distillation_loss",
+    "euclidean_distance",
+    "feature_distance",
+    "js_divergence",
+    "soft_cross_entropy",
+    "soft_targets",
+]
+
 
 def soft_targets(logits: Tensor, temperature: float) -> Tensor:
     """Returns softmax(logits / τ), the target probabilities of a distillation loss.

@@ -226,11 +226,17 @@ def _costs(row: TableRow) -> dict[str, str]:
     return {
         "method": row["method"],
         "leaves the device": row["leaves_the_device"],
-        "linked": row["linked"] if isinstance(row["linked"], str) else f"{row['linked']:.3f}",
+        "linked": _linked(row["linked"]),
         "exchanges": formula if formula in (count, f"{count} in all") else f"{count} = {formula}",
         "up": readable_bytes(row["bytes_up"]),
         "down": readable_bytes(row["bytes_down"]),
     }
+
+
+def _linked(share: float | str) -> str:
+    if isinstance(share, float):
+        return f"{share:.3f}"
+    return "-" if share == NOT_MEASURED else share
 
 
 def _assume(facts: Mapping[str, Any]) -> str:
@@ -246,7 +252,7 @@ _LEFT_OUT = (
     "whole run. Not included: payload headers (about 0.5 kB each), the first round's initial weights or proxy set, "
     "the end result, and figures on test data. linked: share of rows that a curious server tells from 999 others, by "
     "the strongest attack of `fleetdistill audit` on MNIST 8x8 with default settings (chance 0.001); none: no part can "
-    "be asked about a row; not measured: run `fleetdistill audit`. See docs/reference/methods/index.md."
+    "be asked about a row; -: not measured, run `fleetdistill audit`. See docs/reference/methods/index.md."
 )
 
 

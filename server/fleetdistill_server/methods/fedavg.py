@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from fleetdistill.knowledge import ModelParameters, Weights
+from fleetdistill.knowledge import ModelParameters, Parts, Weights
 from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill_server.methods.averaging import WeightedMean
 from fleetdistill_server.methods.base import Needs, ServerMethod
-from fleetdistill_server.methods.cohort import Cohort
+from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 
@@ -22,7 +22,11 @@ __all__ = ["FedAvgServer"]
 
 
 class FedAvgServer(ServerMethod):
-    """Stores and averages the global model."""
+    """Stores and averages the global model.
+
+    A method that sends more with the model, or that does more with the answers than average them, overrides `message`,
+    `update` or `own_tensors`.
+    """
 
     summary = "the weighted mean of the devices' models: the yardstick"
 
@@ -34,6 +38,10 @@ class FedAvgServer(ServerMethod):
     def needs(cls, config: Any) -> Needs:
         return Needs(same_architecture=True)
 
+    def own_tensors(self) -> frozenset[str]:
+        """Returns the state-dict names of the tensors that stay on the devices; by default none."""
+        return frozenset()
+
     @classmethod
     def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
         """Returns the exchange, 4W bytes of W parameters in each direction."""
@@ -41,20 +49,36 @@ class FedAvgServer(ServerMethod):
         return [Exchange(step="train", down=model, up=model)]
 
     def sizes(self) -> Sizes:
-        return Sizes(classes=self.context.classes, model=Weights.of(model_parameters(self.model)))
+        return Sizes(classes=self.context.classes, model=Weights.of(self._shared()))
 
     def initial(self) -> ModelParameters:
         return model_parameters(self.model)
 
     async def round(self, cohort: Cohort) -> None:
-        mean = WeightedMean(self.config.robust)
         asked = cohort.sample(self.config.participation_ratio)
-        async for answer in cohort.ask("train", {"parameters": model_parameters(self.model)}, to=asked):
-            mean.add(answer.device, answer.part("parameters", ModelParameters), answer.weight)
-        load_parameters(self.model, mean.result(cohort))  # w <- sum n_k / n * w_k
+        self.update(cohort, [answer async for answer in cohort.ask("train", self.message(), to=asked)])
+
+    def message(self) -> Parts:
+        """Returns the parts that a round sends to its devices."""
+        return {"parameters": self._shared()}
+
+    def update(self, cohort: Cohort, received: Sequence[DeviceAnswer]) -> None:
+        """Updates the global model from a round's answers, of which there is at least one."""
+        load_parameters(self.model, self.mean(cohort, received, "parameters"), without=self.own_tensors())
+
+    def mean(self, cohort: Cohort, received: Sequence[DeviceAnswer], part: str) -> ModelParameters:
+        """Returns the devices' mean of a part, sum n_k / n * w_k, or with equal weights."""
+        mean = WeightedMean(self.config.robust)
+        for answer in received:
+            weight = answer.weight if self.config.weighting == "samples" else answer.decay
+            mean.add(answer.device, answer.part(part, ModelParameters), weight)
+        return mean.result(cohort)
 
     async def finish(self, cohort: Cohort) -> None:
-        await cohort.deliver({"parameters": model_parameters(self.model)})
+        await cohort.deliver({"parameters": self._shared()})
+
+    def _shared(self) -> ModelParameters:
+        return model_parameters(self.model, without=self.own_tensors())
 
     def networks(self) -> Mapping[str, torch.nn.Module]:
         return {"model": self.model}
@@ -65,8 +89,8 @@ class FedAvgServer(ServerMethod):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
 
-    def global_model(self) -> torch.nn.Module:
+    def global_model(self) -> torch.nn.Module | None:
         return self.model
 
-    def export(self) -> tuple[torch.nn.Module, tuple[int, ...]]:
+    def export(self) -> tuple[torch.nn.Module, tuple[int, ...]] | None:
         return self.model, self.context.input_shape

@@ -6,12 +6,13 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fleetdistill.knowledge import ModelParameters
+from fleetdistill.knowledge import ModelParameters, Parts
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers, with_parameters
 from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.local import make_local_optimizer
@@ -21,7 +22,11 @@ __all__ = ["FedAvgDevice"]
 
 
 class FedAvgDevice(DeviceMethod):
-    """Device half of FedAvg: trains the global model on its own data and sends it back."""
+    """Device half of FedAvg: trains the global model on its own data and sends it back.
+
+    A method that differs in its local loss, in what a device remembers, or in the tensors that it keeps to itself
+    overrides `loss`, `begin` and `end`, or `own_tensors`.
+    """
 
     config: FedAvgConfig
     shares_fleet_model = True
@@ -30,42 +35,59 @@ class FedAvgDevice(DeviceMethod):
     def metrics_steps(cls, config: FedAvgConfig) -> Sequence[str]:
         return ("train",)
 
+    def own_tensors(self) -> frozenset[str]:
+        """Returns the state-dict names of the tensors that stay on the device; by default none.
+
+        The server half must return the same names.
+        """
+        return frozenset()
+
     def first_ask(self) -> Ask:
-        return Ask(round=1, step="train", seed=0, parts={"parameters": model_parameters(self.local.model)})
+        return Ask(round=1, step="train", seed=0, parts={"parameters": self._shared()})
 
     @answers("train")
     def train(self, ask: Ask) -> Answer:
         """Trains locally from the global model (Algorithm 1, `ClientUpdate(k, w)`)."""
+        take_weights(self.local.model, ask.part("parameters", ModelParameters), without=self.own_tensors())  # w
+        self.begin(ask)
+        self.fit(ask)  # w <- w - eta * gradient, for each epoch and mini-batch
+        return Answer(parts={"parameters": self._shared(), **self.end(ask)}, samples=len(self.local.data))  # return w
+
+    def begin(self, ask: Ask) -> None:
+        """Prepares a round's training, after the global model has been loaded; by default does nothing."""
+
+    def fit(self, ask: Ask) -> None:
+        """Trains the local model on `loss` with the settings of local training."""
         model, data = self.local.model, self.local.data.to(self.local.torch_device)
-        start = ask.part("parameters", ModelParameters)
+        rate = self.config.local_rate(ask.round)
+        optimizer = make_local_optimizer(replace(self.config, learning_rate=rate), model.parameters())
+        self.train_local(lambda epoch, rows_b: [self.loss(data.draw(rows_b), data.labels[rows_b])], optimizer, ask.seed)
 
-        def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
-            return [self.loss(data.draw(rows_b), data.labels[rows_b], start)]
-
-        take_weights(model, start)  # w
-        optimizer = make_local_optimizer(self.config, model.parameters())
-        self.train_local(losses, optimizer, ask.seed)  # w <- w - eta * gradient, for each epoch and mini-batch
-        sent = model_parameters(model)  # return w
-        return Answer(parts={"parameters": sent}, samples=len(data))
-
-    def loss(self, inputs_b: Tensor, labels_b: Tensor, start: ModelParameters) -> Tensor:
+    def loss(self, inputs_b: Tensor, labels_b: Tensor) -> Tensor:
         """Returns the local model's loss on a mini-batch, a scalar: the mean cross-entropy.
-
-        A method with another local loss overrides it.
 
         Args:
             inputs_b: Inputs `[batch, ...]` on the model's device.
             labels_b: Classes `[batch]`, int64, on the model's device.
-            start: The global model from which the round's training started.
         """
         return functional.cross_entropy(self.local.model(inputs_b), labels_b)
+
+    def end(self, ask: Ask) -> Parts:
+        """Ends a round's training; returns further parts of the answer, by default none.
+
+        What it changes in `state_dict` is kept once the server has the answer, like the model itself.
+        """
+        return {}
 
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
         """Loads the final global model into the device's model."""
-        take_weights(self.local.model, ask.part("parameters", ModelParameters))
+        take_weights(self.local.model, ask.part("parameters", ModelParameters), without=self.own_tensors())
         return Answer(parts={}, samples=len(self.local.data))
 
     def fleet_model(self, ask: Ask) -> torch.nn.Module:
-        """Returns the global model, which every ask contains."""
-        return with_parameters(self.local.model, ask)
+        """Returns the global model, which every ask contains; with the device's own tensors, if it has some."""
+        return with_parameters(self.local.model, ask, without=self.own_tensors())
+
+    def _shared(self) -> ModelParameters:
+        return model_parameters(self.local.model, without=self.own_tensors())

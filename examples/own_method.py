@@ -1,11 +1,11 @@
 """A custom method in one file: FedProx, which keeps local training close to the global model.
 
-    python examples/fedprox.py                    # in this process
-    python examples/fedprox.py --link grpc        # server and devices in separate processes
-    cd examples && fleetdistill simulate --import fedprox --method fedprox --set method.mu=0.1
+    python examples/own_method.py                    # in this process
+    python examples/own_method.py --link grpc        # server and devices in separate processes
+    cd examples && fleetdistill simulate --import own_method --method proximal --set method.mu=0.1
 
-In run.toml: `[run] import = ["fedprox"]`, `method = "fedprox"`. The app imports this module, or installs a package that
-declares it as an entry point (docs/reference/extending.md, "A method of your own").
+In run.toml: `[run] import = ["own_method"]`, `method = "proximal"`. The app imports this module, or installs a package
+that declares it as an entry point (docs/reference/extending.md, "A method of your own").
 
 Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, algorithm 2: in round t device k minimises
 h_k(w; w_t) = F_k(w) + mu/2 ||w - w_t||^2, and the server averages. With mu = 0 it is FedAvg.
@@ -17,12 +17,10 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from fleetdistill import methods as device_methods
-from fleetdistill.knowledge import ModelParameters
-from fleetdistill.methods.base import check_range
+from fleetdistill.methods.base import Ask, check_range
 from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.fedavg.device import FedAvgDevice
 from fleetdistill_lab import Simulation, simulate
@@ -51,11 +49,13 @@ class FedProxDevice(FedAvgDevice):
 
     config: FedProxConfig
 
-    def loss(self, inputs_b: Tensor, labels_b: Tensor, start: ModelParameters) -> Tensor:
+    def begin(self, ask: Ask) -> None:
+        """Keeps w_t, which the model has at the start of a round."""
+        self.w_t = [w.detach().clone() for w in self.local.model.parameters()]
+
+    def loss(self, inputs_b: Tensor, labels_b: Tensor) -> Tensor:
         """Returns h_k(w; w_t) on a mini-batch."""
-        model = self.local.model
-        w_t = [torch.tensor(start.parameters[name]).to(w) for name, w in model.named_parameters()]
-        return super().loss(inputs_b, labels_b, start) + proximal_term(model, w_t, self.config.mu)
+        return super().loss(inputs_b, labels_b) + proximal_term(self.local.model, self.w_t, self.config.mu)
 
 
 class FedProxServer(FedAvgServer):
@@ -64,8 +64,8 @@ class FedProxServer(FedAvgServer):
     summary = "FedAvg with a proximal term in local training"
 
 
-device_methods.register("fedprox", FedProxConfig, FedProxDevice)
-register("fedprox", FedProxServer)
+device_methods.register("proximal", FedProxConfig, FedProxDevice)
+register("proximal", FedProxServer)
 
 
 def main() -> None:
@@ -73,12 +73,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--link", choices=["memory", "grpc"], default="memory")
-    parser.add_argument("--out", type=Path, default=Path("out/fedprox"))
+    parser.add_argument("--out", type=Path, default=Path("out/own_method"))
     given = parser.parse_args()
     fleet = {"devices": 4, "alpha": 0.1, "models": ("digits_mlp_small",), "rounds": given.rounds, "link": given.link}
     for name, method, settings in (
         ("FedAvg", "fedavg", {"local_epochs": 5}),
-        *((f"FedProx, mu = {mu:g}", "fedprox", {"local_epochs": 5, "mu": mu}) for mu in (0.0, 0.1, 1.0)),
+        *((f"FedProx, mu = {mu:g}", "proximal", {"local_epochs": 5, "mu": mu}) for mu in (0.0, 0.1, 1.0)),
     ):
         wanted = Simulation(
             method=method, settings=settings, with_alone=False, with_fedavg=False, out=given.out / name, **fleet
