@@ -19,6 +19,7 @@ from fleetdistill.methods.base import DeviceMethod, Local
 from fleetdistill.methods.fedavg.device import FedAvgDevice
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import SplitModel, check_local_model, split_sequential
+from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
 
@@ -82,10 +83,13 @@ def make_device(method: str, module: nn.Module, data: TensorData, classes: int =
     return device_class(method)(make_config(method, **settings).for_classes(classes), local)
 
 
-def make_server(method: str, model: str = "baselines.bed:tiny_model", **settings: Any) -> Any:
-    """Returns a server half over a model of this file."""
+def make_server(
+    method: str, model: str = "baselines.bed:tiny_model", proxy: TensorData | None = None, **settings: Any
+) -> Any:
+    """Returns a server half over a model of this file, and a proxy set."""
     classes, inputs = (2, 1) if model.endswith("one_weight") else (CLASSES, INPUTS)
-    context = tiny_context(model, classes=classes, input_shape=(inputs,))
+    models = ModelSection(device=model, server=model)
+    context = tiny_context(model, models=models, classes=classes, input_shape=(inputs,), proxy=proxy)
     return server_class(method)(make_config(method, **settings).for_classes(classes), context)
 
 
@@ -97,10 +101,10 @@ def make_rows(seed: int, rows: int = 20, classes: int = CLASSES) -> TensorData:
 
 
 def make_fleet(
-    method: str, model: str = "tiny_model", devices: int = 2, **settings: Any
+    method: str, model: str = "tiny_model", devices: int = 2, proxy: TensorData | None = None, **settings: Any
 ) -> tuple[Any, dict[str, DeviceMethod]]:
     """Returns a server half and devices with rows of their own."""
-    server = make_server(method, f"baselines.bed:{model}", **settings)
+    server = make_server(method, f"baselines.bed:{model}", proxy, **settings)
     build = {"tiny_model": tiny_model, "norm_model": norm_model}[model]
     members = {}
     for number in range(devices):

@@ -16,6 +16,7 @@ from support.long import long_except
 from typer.testing import CliRunner
 
 from fleetdistill.knowledge import DELIVER
+from fleetdistill.methods import device_class
 from fleetdistill_lab.simulation import show
 from fleetdistill_lab.simulation.fleet import Interrupted, simulate
 from fleetdistill_lab.simulation.folder import saved_simulation
@@ -100,7 +101,7 @@ def test_a_files_accuracy_is_the_devices(name: str, share: float, tmp_path: Path
     wanted = replace(RUNS[name], devices=4, devices_per_round=2, train_limit=rows, test_limit=100, export="all")
     report = simulate(replace(wanted, validation_share=share, score_rows=60, out=tmp_path))
     scored = tmp_path / "work" / "scored.npz"
-    if RUNS[name].method == "fedavg" and not share:
+    if device_class(RUNS[name].method).shares_fleet_model and not share:
         scored = tmp_path / "work" / "test.npz"  # the engine scores the one model that all devices have
     part = trained(tmp_path)
     assert {device.name for device in report.devices if device.onnx_file} == set(part)

@@ -81,8 +81,9 @@ BASELINES = tuple(installed_methods())
 EVERY_METHOD = sorted({*METHODS, *BASELINES})
 DEFAULTS: dict[str, dict[str, Any]] = {
     "classstats_private": {"settings": {"epsilon": 20.0, "dimensions": 32}, "train_limit": 400},
+    "feddf": {"settings": {"local_epochs": 5}},
 }
-"""What a simulation changes for a method that has no default of a setting, or needs more rows."""
+"""What a simulation changes for a method that has no default of a setting, or needs more rows or passes over them."""
 RUNS = {
     **{method: replace(SMALL, method=method, **DEFAULTS.get(method, {})) for method in EVERY_METHOD},
     **{name: replace(SMALL, **changes) for name, changes in VARIANTS.items()},

@@ -12,6 +12,16 @@ from torch import Tensor, nn
 from fleetdistill.errors import DataError, KnowledgeError
 from fleetdistill.wire.schema import float_type
 
+__all__ = [
+    "Rate",
+    "Stateful",
+    "check_can_be_sent",
+    "check_weights",
+    "reason_not_sent",
+    "snapshot",
+    "train_or_roll_back",
+]
+
 Rate = tuple[str, float]
 """Name and value of the learning-rate setting that an error message names as the probable cause."""
 

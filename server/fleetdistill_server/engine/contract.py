@@ -101,9 +101,13 @@ def make_contract(
     needs = method.requirements()
     exchanges = method.run_exchanges()
     context = method.context
-    if needs.proxy_set and context.proxy is None:
-        text = "needs a labelled proxy set, which every device downloads; set [proxy] data in run.toml"
-        raise ConfigurationError(f"{config.run.method} {text}")
+    on_server = method.needs(method.config).server_proxy_set
+    if (needs.proxy_set or on_server) and context.proxy is None:
+        text = "on the server" if on_server else "which every device downloads"
+        raise ConfigurationError(
+            f"{config.run.method} needs a labelled proxy set, {text}; set [proxy] data in run.toml"
+        )
+    downloaded = None if on_server else context.proxy
     contract = contract_pb2.Contract(
         run=config.run.name,
         method=config.run.method,
@@ -116,8 +120,8 @@ def make_contract(
         extractor_fingerprint=fingerprint(context.extractor()) if needs.same_extractor else "",
         model_fingerprint=fingerprint(context.device_model()) if needs.same_architecture else "",
         initial_weights=initial.sha256 if initial else b"",
-        proxy_digest=context.proxy_digest,
-        proxy_samples=len(context.proxy) if context.proxy is not None else 0,
+        proxy_digest=context.proxy_digest if downloaded is not None else b"",
+        proxy_samples=len(downloaded) if downloaded is not None else 0,
         rounds=config.run.rounds,
         seed=config.run.seed,
         threads=config.run.threads,
@@ -147,7 +151,9 @@ def _named(name: str, shape: tuple[int, ...]) -> contract_pb2.NamedShape:
 
 
 def check_proxy(run: str, contract: contract_pb2.Contract, method: ServerMethod) -> None:
-    """Raises RunError if the proxy set has changed since the run's start; all knowledge refers to its rows."""
+    """Raises RunError if the devices' proxy set has changed since the run's start; knowledge refers to its rows."""
+    if method.needs(method.config).server_proxy_set:
+        return
     began, now = contract.proxy_digest, method.context.proxy_digest
     if began != now:
         raise RunError(

@@ -18,6 +18,8 @@ from fleetdistill_server.event_kinds import MOST_OF_THE_WEIGHT
 from fleetdistill_server.methods.cohort import Notes
 from fleetdistill_server.phases import phase
 
+__all__ = ["TensorMean", "WeightedMean"]
+
 OFF = "off"
 _MAX_WEIGHT = 3.0  # times the median weight
 _FEWEST_DEVICES = 4

@@ -35,6 +35,7 @@ class Needs:
         same_architecture: All devices run the same model, as set in `[model] device`.
         same_extractor: All devices' models begin with the same extractor, as set in `[model] extractor`.
         proxy_set: Server and devices use a proxy set.
+        server_proxy_set: The server uses a proxy set; devices do not download it.
         server_reads_inputs: `[model] server` must name a complete model, which reads inputs and not features.
         server_has_device_model: The server has a model of its own as set in `[model] device`, whichever models the
             devices run.
@@ -43,6 +44,7 @@ class Needs:
     same_architecture: bool = False
     same_extractor: bool = False
     proxy_set: bool = False
+    server_proxy_set: bool = False
     server_reads_inputs: bool = False
     server_has_device_model: bool = False
 

@@ -73,7 +73,7 @@ def proxy_per_class(wanted: Simulation, data: Dataset) -> int:
     if wanted.proxy_per_class is not None:
         return wanted.proxy_per_class
     smallest = int(data.train_labels.bincount().min())
-    return min(PROXY_PER_CLASS, smallest // 2) if _needs(wanted).proxy_set else 0
+    return min(PROXY_PER_CLASS, smallest // 2) if _uses_proxy_set(wanted) else 0
 
 
 def _needs(wanted: Simulation) -> Needs:
@@ -82,12 +82,16 @@ def _needs(wanted: Simulation) -> Needs:
     return server_class(wanted.method).needs(config)
 
 
+def _uses_proxy_set(wanted: Simulation) -> bool:
+    return _needs(wanted).proxy_set or _needs(wanted).server_proxy_set
+
+
 def _proxy_file(work: Path) -> Path:
     return work / "proxy.npz"
 
 
 def _proxy_section(wanted: Simulation, data: Dataset, work: Path) -> dict[str, str]:
-    if not _needs(wanted).proxy_set:
+    if not _uses_proxy_set(wanted):
         return {}
     licence = "that of the data set it is taken from"
     return {"data": str(_proxy_file(work)), "name": f"{data.name}-proxy", "licence": licence}
