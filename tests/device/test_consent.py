@@ -34,6 +34,8 @@ HOLDS: list[tuple[k.Kind, set[str]]] = [
     (k.Generator(parameters=MODEL, noise_size=3), {"parameters"}),
     (k.Discriminator(parameters=MODEL, shares_extractor=True), {"parameters"}),
     (k.DistillationGradient(gradients={"w": ROW}, batch_size=1, loss=0.0), {"gradients"}),
+    (k.NamedTensors(tensors={"means": ROW}, reveals=["features", "counts"]), {"features", "counts"}),
+    (k.NamedTensors(tensors={"means": ROW}), set()),
     (make_metrics(), {"metrics"}),
 ]
 NEVER: list[k.Kind] = [

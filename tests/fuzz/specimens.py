@@ -17,6 +17,7 @@ _PROXY_SAMPLES = 5
 _DIGEST = bytes(range(32))
 _MAX_ROWS = 4
 _DECLARED = (
+    "named_tensors",
     "shared_statistics",
     "class_sums",
     "model_parameters",
@@ -68,6 +69,12 @@ def _parts() -> dict[str, dict[str, k.Kind]]:
     return {
         "sample_knowledge": {"knowledge": make_knowledge(), "metrics": make_metrics()},
         "model_parameters": {"model": _weights()},
+        "named_tensors": {
+            "table": k.NamedTensors(
+                tensors={"means": np.ones((3, 4), np.float32), "counts": np.array([5, 0, 2])},
+                reveals=["features", "counts"],
+            )
+        },
         "proxy_knowledge": {"proxy": proxy},
         "weighted_predictions": {"predictions": k.WeightedPredictions(noise_seed=3, values=values)},
         "shared_statistics": {"moments": shared},

@@ -56,6 +56,10 @@ ONE_OF_EACH: dict[str, k.Kind] = {
         mu=0.2680511232,
         discrete=True,
     ),
+    "named_tensors": k.NamedTensors(
+        tensors={"prototypes": np.ones((2, 3), FLOAT32), "counts": np.array([4, 2**40])},
+        reveals=["features", "counts"],
+    ),
     "network_file": k.NetworkFile(onnx=np.arange(256, dtype=np.uint8)),
     "distillation_gradient": k.DistillationGradient(
         gradients={"w": f32([[-0.0, np.inf, np.nan]])}, batch_size=32, loss=0.1

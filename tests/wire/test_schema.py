@@ -13,6 +13,7 @@ from wire.one_of_each import ONE_OF_EACH
 from fleetdistill import knowledge as k
 from fleetdistill.wire.codec import encode
 from fleetdistill.wire.kind import PartSchema
+from fleetdistill.wire.schema import TypedShape
 from fleetdistill.wire.v1 import knowledge_pb2
 
 N, C, D, R = 6, 3, 4, 2
@@ -86,6 +87,10 @@ PARTS: list[tuple[k.Kind, PartSchema]] = [
     (
         k.ClassSums(counts=zeros(C), sums=zeros(C, D), second_moment=zeros(D * (D + 1) // 2), mu=1.0, discrete=False),
         k.ClassSums.schema(classes=C, dimensions=D, features={}),
+    ),
+    (
+        k.NamedTensors(tensors={"means": zeros(C, D), "counts": zeros(C, dtype=np.int64)}, reveals=["counts"]),
+        k.NamedTensors.schema({"means": (C, D), "counts": TypedShape.of((C,), np.int64)}, reveals=["counts"]),
     ),
     (
         k.ClassSpace(

@@ -11,6 +11,7 @@ from fleetdistill.knowledge.models import (
     DistillationGradient,
     Generator,
     ModelParameters,
+    NamedTensors,
     NetworkFile,
     Weights,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "Metric",
     "Metrics",
     "ModelParameters",
+    "NamedTensors",
     "NetworkFile",
     "Parts",
     "Plan",

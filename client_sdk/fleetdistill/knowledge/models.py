@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
-from fleetdistill.wire.kind import Array, Kind, PartSchema, declared_of
+from fleetdistill.wire.kind import COLUMNS, Array, Kind, PartSchema, declared_of
 from fleetdistill.wire.payload import DTYPES, slots
 from fleetdistill.wire.schema import FLOAT32, UINT8, Tensors, TensorSchema, TypedShape
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
@@ -103,6 +105,54 @@ class ModelParameters(_Network):
     def schema(cls, weights: Weights) -> PartSchema:
         """Returns the schema of a part with a model of this size."""
         return _of_shapes(cls, weights.shapes())
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedTensors(Kind):
+    """Tensors of a method that no other kind describes, such as class prototypes or a classifier's statistics.
+
+    The front accepts exactly the tensors that `exchanges` of the server half declares with `schema`: their names,
+    shapes and element types, all numbers finite.
+
+    Attributes:
+        tensors: Arrays by name, float32, float64, int32 or int64; floats travel as float32.
+        reveals: Columns of the device that they contain, names in `fleetdistill.COLUMNS`; empty from a server. The app
+            must allow them.
+    """
+
+    wire_name = "named_tensors"
+    possible_columns = COLUMNS
+    description = "tensors of the method"
+
+    tensors: Mapping[str, Array]
+    reveals: list[str] = field(default_factory=list)
+
+    def columns(self) -> tuple[str, ...]:
+        """See `Kind.columns`."""
+        return tuple(self.reveals)
+
+    @classmethod
+    def schema(
+        cls, shapes: Mapping[str, Sequence[int]], *, reveals: Sequence[str] = (), dtype: np.dtype | type = FLOAT32
+    ) -> PartSchema:
+        """Returns the schema of a part.
+
+        Args:
+            shapes: Shape of each tensor by name; a `TypedShape` has an element type of its own.
+            reveals: Columns of the device that the tensors contain.
+            dtype: Element type of the other tensors.
+        """
+        typed = {
+            f"tensors/{name}": shape if isinstance(shape, TypedShape) else TypedShape.of(tuple(shape), dtype)
+            for name, shape in shapes.items()
+        }
+        tensors = {path: TensorSchema((shape.dtype,), tuple(shape)) for path, shape in typed.items()}
+        return PartSchema(kind=cls, tensors=tensors, columns=tuple(reveals), declared=typed)
+
+    @classmethod
+    def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
+        """See `Kind.expected`: exactly the declared tensors."""
+        return _declared_tensors(part, contract)
 
 
 class _Holder(_Network):

@@ -50,10 +50,10 @@ class TypedShape(tuple[int, ...]):
     dtype: np.dtype
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], dtype: np.dtype) -> TypedShape:
+    def of(cls, shape: tuple[int, ...], dtype: np.dtype | type) -> TypedShape:
         """Returns a shape with its element type."""
         made = cls(shape)
-        made.dtype = dtype
+        made.dtype = np.dtype(dtype)
         return made
 
 

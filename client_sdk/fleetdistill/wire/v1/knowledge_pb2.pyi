@@ -103,6 +103,36 @@ class ModelParameters(_message.Message):
 Global___ModelParameters: _TypeAlias = ModelParameters  # noqa: Y015
 
 @_typing.final
+class NamedTensors(_message.Message):
+    """Tensors of a method that no other kind describes, such as class prototypes or a classifier's statistics."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSORS_FIELD_NUMBER: _builtins.int
+    REVEALS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.NamedTensor]:
+        """Tensors by name; the contract declares their names, shapes and types."""
+
+    @_builtins.property
+    def reveals(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Columns of the device that the tensors contain, such as "counts" or "logits"; none from a server."""
+
+    def __init__(
+        self,
+        *,
+        tensors: _abc.Iterable[_tensor_pb2.NamedTensor] | None = ...,
+        reveals: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reveals", b"reveals", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamedTensors: _TypeAlias = NamedTensors  # noqa: Y015
+
+@_typing.final
 class SampleKnowledge(_message.Message):
     """Outputs of a device's model for the device's own samples."""
 
@@ -805,6 +835,7 @@ class Part(_message.Message):
     CLASS_SPACE_FIELD_NUMBER: _builtins.int
     NETWORK_FILE_FIELD_NUMBER: _builtins.int
     CLASS_SUMS_FIELD_NUMBER: _builtins.int
+    NAMED_TENSORS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that the method gives it, 1 to 256 characters, unique within the payload."""
     @_builtins.property
@@ -867,6 +898,10 @@ class Part(_message.Message):
     def class_sums(self) -> Global___ClassSums:
         """Class sums with noise."""
 
+    @_builtins.property
+    def named_tensors(self) -> Global___NamedTensors:
+        """Tensors of a method that no other kind describes."""
+
     def __init__(
         self,
         *,
@@ -886,12 +921,13 @@ class Part(_message.Message):
         class_space: Global___ClassSpace | None = ...,
         network_file: Global___NetworkFile | None = ...,
         class_sums: Global___ClassSums | None = ...,
+        named_tensors: Global___NamedTensors | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "shared_statistics", b"shared_statistics", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "named_tensors", b"named_tensors", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "shared_statistics", b"shared_statistics", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "name", b"name", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "shared_statistics", b"shared_statistics", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "name", b"name", "named_tensors", b"named_tensors", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "shared_statistics", b"shared_statistics", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["model_parameters", "sample_knowledge", "refined_knowledge", "proxy_knowledge", "weighted_predictions", "distillation_gradient", "generator", "discriminator", "plan", "metrics", "proxy_set", "shared_statistics", "class_space", "network_file", "class_sums"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["model_parameters", "sample_knowledge", "refined_knowledge", "proxy_knowledge", "weighted_predictions", "distillation_gradient", "generator", "discriminator", "plan", "metrics", "proxy_set", "shared_statistics", "class_space", "network_file", "class_sums", "named_tensors"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
