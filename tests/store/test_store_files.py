@@ -548,6 +548,16 @@ def test_a_full_disk_at_the_last_step_leaves_the_upload_staged(
     assert sender.send().data_bytes == sender.payload.data_bytes
 
 
+def test_statements_of_nested_transactions_are_always_the_same(store: Store) -> None:
+    """SQLite parses a new text each time, and the connection keeps it in the place of one that is used again."""
+    texts: list[str] = []
+    tables_of(store).conn.set_trace_callback(texts.append)
+    for _ in range(2):
+        with store.transaction(), store.transaction(), store.transaction():
+            pass
+    assert Counter(texts) == {"BEGIN IMMEDIATE": 2, "SAVEPOINT part": 4, "RELEASE part": 4, "COMMIT": 2}
+
+
 def test_commit_failing_after_payload_is_stored_gives_no_receipt(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     sender = _Sender(store, make_payload())
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 from fleetdistill.errors import DamagedError, StoreError
 from fleetdistill.state.durable import make_directory
@@ -120,26 +118,6 @@ class _RoundDatabase(SqliteDatabase):
     def roll_back(self) -> None:
         if self._in_transaction():
             self.tables.conn.execute("ROLLBACK")
-
-    def _savepoint(self) -> AbstractContextManager[None]:
-        return _Savepoint(self.tables.conn.execute)
-
-
-class _Savepoint:
-    """Rolls a part of the round's transaction back if it fails; costs less than `sqlite_utils`' general one."""
-
-    def __init__(self, run: Callable[[str], object]) -> None:
-        self._run = run
-
-    def __enter__(self) -> None:
-        self._run("SAVEPOINT part")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._run("ROLLBACK TO part")
-        self._run("RELEASE part")
 
 
 class _RoundBlobs(MemoryBlobs):

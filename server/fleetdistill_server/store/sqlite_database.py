@@ -119,8 +119,8 @@ class SqliteDatabase(Database):
             self.tables.rollback()
             raise
 
-    def _savepoint(self) -> contextlib.AbstractContextManager[object]:
-        return self.tables.atomic()
+    def _savepoint(self) -> contextlib.AbstractContextManager[None]:
+        return _Savepoint(self.tables.conn)
 
     def _execute(self, sql: str, values: tuple[Any, ...]) -> tuple[list[Row], int]:
         cursor = self.tables.conn.execute(sql, values)
@@ -152,6 +152,29 @@ def _use_wal(connection: sqlite3.Connection) -> None:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
                 raise
             time.sleep(0.01)
+
+
+class _Savepoint:
+    """Rolls a part of a transaction back if it fails.
+
+    All have one name, which SQLite looks up from the innermost on: a new name for each would make two statements that
+    are parsed and never used again, as `sqlite_utils.Database.atomic` does.
+    """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        self._connection.execute("SAVEPOINT part")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            if not self._connection.in_transaction:  # an error such as a full disk can end the whole transaction
+                return
+            self._connection.execute("ROLLBACK TO part")
+        self._connection.execute("RELEASE part")
 
 
 class _Errors:
