@@ -67,7 +67,8 @@ def next_open(store: Store) -> int | None:
 
 
 def accept(store: Store, ask: int, attempt: int = 1) -> Upload | None:
-    return store.asks.accept_upload(ask, attempt, bytes([attempt]) * 32, 1000, 12)
+    accepted = store.asks.accept_upload(ask, attempt, bytes([attempt]) * 32, 1000, 12)
+    return None if accepted is None else accepted.upload
 
 
 def upload_states(store: Store) -> dict[str, tuple[str, str | None]]:
@@ -442,6 +443,19 @@ def test_a_closed_ask_takes_no_answer(store: Store) -> None:
     assert store.asks.uploads(RUN) == []
 
 
+def test_work_is_the_oldest_open_ask_with_the_state_of_the_run(store: Store) -> None:
+    first, second = ask_devices(store, "a", step_number=1) + ask_devices(store, "a", step_number=2)
+    ask_devices(store, "b")
+    for open_ask in (first, second, None):
+        work = store.asks.work_of(RUN, "a")
+        assert work is not None
+        assert (work.status, work.reason, work.completed_rounds, work.lost_attempt) == ("preparing", "", 0, 0)
+        assert work.ask == next((ask for ask in store.asks.of_run(RUN) if ask.id == open_ask), None)
+        if open_ask is not None:
+            store.asks.close(open_ask, "not made")
+    assert store.asks.work_of("other", "a") is None
+
+
 def test_open_asks_of_a_step_are_closed_for_some_devices(store: Store) -> None:
     ask_devices(store, "a", "b", "c", step="deliver")
     ask_devices(store, "a", "d", step_number=2, step="train")
@@ -524,7 +538,10 @@ def test_a_lost_answer_is_asked_for_again_only_in_time(store: Store) -> None:
         "d": ("out", "round closed"),
     }
     assert [row.status for row in store.asks.uploads(RUN)] == ["reported"] * 4
-    assert all(store.asks.last_lost_attempt(ask) == 1 for ask in asks.values())
+    work = store.asks.work_of(RUN, "a")
+    assert work is not None
+    assert work.ask is not None
+    assert (work.ask.id, work.lost_attempt) == (asks["a"], 1)
 
 
 def test_a_step_ends_with_the_answers_of_devices_that_count(store: Store) -> None:

@@ -142,7 +142,9 @@ def test_everything_is_there_after_reopening(directory: Path) -> None:
     store.runs.publish_contract(RUN, b"contract")
     store.devices.register(RUN, "d1", b"hash", b"profile")
     store.runs.start_round(RUN, ["d1"])
-    row = store.asks.accept_upload(ask_device(store), 1, b"s" * 32, 10, 5)
+    accepted = store.asks.accept_upload(ask_device(store), 1, b"s" * 32, 10, 5)
+    assert accepted is not None
+    row = accepted.upload
     store.history.add_event(RUN, "kind", "text")
     store.history.add_traffic(RUN, 1, "d1", "up", Counted(Counter(plan=10), Counter(plan=10)), 1)
     payload = make_payload()
@@ -197,7 +199,8 @@ def test_one_answer_wins_whichever_process_takes_it(store: Store, directory: Pat
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({row.receipt for row in rows}) == 1
+    assert len({row.upload.receipt for row in rows}) == 1
+    assert sum(row.is_new for row in rows) == 1
     assert len(store.asks.uploads(RUN)) == 1
     for other in others:
         other.close()
@@ -600,7 +603,7 @@ def test_many_threads_jobs_are_all_committed(store: Store, directory: Path, comm
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(answers[ask].samples == ask for ask in asks)
+    assert all(answers[ask].upload.samples == ask for ask in asks)
     assert all(seen.values())
     assert len(store.asks.uploads(RUN)) == 200
     reader.close()

@@ -29,7 +29,7 @@ from fleetdistill_server.logs import about
 from fleetdistill_server.store.fleet_sizes import FleetSizes
 from fleetdistill_server.store.group_commit import Commit
 from fleetdistill_server.store.history import about_ask
-from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.records import Ask, Work
 from fleetdistill_server.store.states import OVER, AskStatus, RunStatus
 from fleetdistill_server.store.store import Store
 
@@ -185,21 +185,20 @@ class DeviceApi:
         """Returns the device's oldest open ask, a request to wait, or the run's end; None if none of these applies."""
         caller = self.sessions.caller(identity)
         run, device = caller.run, caller.id
-        known_run = self.store.runs.get(run)
-        if known_run is not None and known_run.status is RunStatus.PAUSED:
+        work = self.store.asks.work_of(run, device)
+        if work is None or work.status is RunStatus.PAUSED:
             return None  # the device waits; work that it has begun is accepted
-        ask = self.store.asks.next_open(run, device)
-        if ask is not None:
+        if work.ask is not None:
             if self.times is not None:
-                self.times.note(ask.id, SENT)
-            return service_pb2.NextAskResponse(ask=self._ask_message(run, ask))
-        if known_run is not None and known_run.status in OVER:
-            return service_pb2.NextAskResponse(finished=f"{known_run.status}: {known_run.reason}")
+                self.times.note(work.ask.id, SENT)
+            return service_pb2.NextAskResponse(ask=self._ask_message(work, work.ask))
+        if work.status in OVER:
+            return service_pb2.NextAskResponse(finished=f"{work.status}: {work.reason}")
         if caller.forget_asked_at is not None:
             text = f"the operator removed {device} from run {run!r} and requested its deletion; the app keeps its model"
             return service_pb2.NextAskResponse(finished=f"{text} and may join under another id")
-        if known_run is not None and known_run.status is RunStatus.STOPPED:
-            return _wait_for_restart(known_run.reason, min(STOPPED_SECONDS, self.sessions.lease_seconds / 4))
+        if work.status is RunStatus.STOPPED:
+            return _wait_for_restart(work.reason, min(STOPPED_SECONDS, self.sessions.lease_seconds / 4))
         return None
 
     def heartbeat(self, request: service_pb2.HeartbeatRequest) -> service_pb2.HeartbeatResponse:
@@ -226,7 +225,7 @@ class DeviceApi:
             self.wake_engine()
         return service_pb2.DeclineResponse()
 
-    def _ask_message(self, run: str, ask: Ask) -> service_pb2.Ask:
+    def _ask_message(self, work: Work, ask: Ask) -> service_pb2.Ask:
         return service_pb2.Ask(
             round=ask.round,
             step_number=ask.step_number,
@@ -235,8 +234,8 @@ class DeviceApi:
             payload_bytes=ask.payload_bytes,
             seed=ask.seed,
             deadline_seconds=max(ask.deadline_at - self.store.asks.clock.now(), 0.0),
-            completed_rounds=self.store.runs.completed_rounds(run),
-            first_attempt=self.store.asks.last_lost_attempt(ask.id) + 1,
+            completed_rounds=work.completed_rounds,
+            first_attempt=work.lost_attempt + 1,
         )
 
 

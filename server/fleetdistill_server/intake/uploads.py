@@ -29,9 +29,10 @@ from fleetdistill_server.intake.refusal_log import RefusalLog
 from fleetdistill_server.intake.sessions import Sessions
 from fleetdistill_server.logs import about
 from fleetdistill_server.store.blobs import Staging, stated
+from fleetdistill_server.store.deletions import is_unchanged
 from fleetdistill_server.store.disk_space import DiskSpace
 from fleetdistill_server.store.group_commit import Commit
-from fleetdistill_server.store.records import Ask, Upload
+from fleetdistill_server.store.records import Ask, Device, Upload
 from fleetdistill_server.store.retention import drop_unneeded
 from fleetdistill_server.store.states import DEADLINE_PASSED, AskStatus
 from fleetdistill_server.store.store import Store
@@ -86,17 +87,18 @@ class Uploads:
             RefusedError: The device, the ask or the header is wrong, or a limit is reached.
             NoSpaceError: The disk has no space for the upload.
         """
-        run, device = self._sessions.authenticate(header.identity)
-        self._limiter.begin_upload((run, device))
-        ask = self._asked(run, device, header.name)
+        device = self._sessions.caller(header.identity)
+        key = device.run, device.id
+        self._limiter.begin_upload(key)
+        ask = self._asked(*key, header.name)
         stream = Stream(ask, _staging_key(ask, header.name.attempt))
-        stream.reservations.enter_context(self._limiter.open_call((run, device)))
+        stream.reservations.enter_context(self._limiter.open_call(key))
         if self.times is not None:
             self.times.note(ask.id, UPLOAD)
         try:
             with stream.lock:
                 self._end_older(stream)
-                stream.session = self._session(stream, run, header)
+                stream.session = self._session(stream, device, header)
         except BaseException:
             self.forget(stream)
             raise
@@ -126,12 +128,15 @@ class Uploads:
             if session is not None:
                 session.abandon()
 
-    def _session(self, stream: Stream, run: str, header: service_pb2.UploadHeader) -> UploadSession | RepeatedUpload:
-        accepted = self._store.asks.upload_of(stream.ask.id)
+    def _session(
+        self, stream: Stream, device: Device, header: service_pb2.UploadHeader
+    ) -> UploadSession | RepeatedUpload:
+        run = device.run
+        accepted = self._accepted(stream.ask)
         if accepted is not None:
             return RepeatedUpload(self, stream, header, accepted)
         try:
-            ingest, staging = self._stage(stream, run, header)
+            ingest, staging = self._stage(stream, device, header)
         except RefusedError as refusal:
             self.forget(stream)
             received = 0 if refusal.code in RESUMABLE else header.payload.ByteSize()
@@ -140,29 +145,27 @@ class Uploads:
         session.start(self.take_checked(stream.key))
         return session
 
-    def _stage(self, stream: Stream, run: str, header: service_pb2.UploadHeader) -> tuple[Ingest, Staging]:
+    def _accepted(self, ask: Ask) -> Upload | None:
+        """Returns the accepted answer to an ask, or None. An open ask has none: one transaction writes both."""
+        return None if ask.status is AskStatus.OPEN else self._store.asks.upload_of(ask.id)
+
+    def _stage(self, stream: Stream, device: Device, header: service_pb2.UploadHeader) -> tuple[Ingest, Staging]:
         """Checks an upload's header, reserves limits and disk space, and opens the staging area."""
         ask = stream.ask
-        device = stream.ask.device
+        run = device.run
         if ask.status is not AskStatus.OPEN:
             raise _closed(ask)
-        declared = self._declared_samples(run, device)
-        _check_weight(device, header.samples, declared)
-        contract = self._sessions.contract(run)
-        ingest = Ingest(device, header.payload, contract, ask.expects, declared)
+        declared = contract_pb2.DeviceProfile.FromString(device.profile).samples  # an upper bound for its answers
+        _check_weight(device.id, header.samples, declared)
+        ingest = Ingest(device.id, header.payload, self._sessions.contract(run), ask.expects, declared)
         if header.name.attempt != 1:  # bounds an ask to two staged attempts; the first needs no search
             self.discard_other_attempts(ask, stream.key)
         size = header.payload.data_bytes
-        stream.reservations.enter_context(self._limiter.hold_bytes((run, device), size))
+        stream.reservations.enter_context(self._limiter.hold_bytes((run, device.id), size))
         give_back = self.reserve(run, ask, stream.key, size)
         digests = stated(header.payload.sha256, header.payload.blake3)
         stream.reservations.callback(lambda: give_back(stream.stored))
         return ingest, self._store.blobs.stage(stream.key, header.payload.parts, digests)
-
-    def _declared_samples(self, run: str, device: str) -> int | None:
-        """Returns the number of samples from the device's last check-in, an upper bound for its answers."""
-        known = self._store.devices.get(run, device)
-        return None if known is None else contract_pb2.DeviceProfile.FromString(known.profile).samples
 
     def forget(self, stream: Stream) -> None:
         """Releases the reservations of an ended stream and removes it."""
@@ -178,7 +181,7 @@ class Uploads:
         run, device = self._sessions.authenticate(request.identity)
         ask = self._asked(run, device, request.name)
         answer = service_pb2.UploadStatusResponse(ask_open=ask.status is AskStatus.OPEN)
-        accepted = self._store.asks.upload_of(ask.id)
+        accepted = self._accepted(ask)
         if accepted is not None:
             answer.receipt.CopyFrom(_receipt_of(request.name, accepted))
         else:
@@ -247,16 +250,16 @@ class Uploads:
         self._refusals.note(run, number, device, refusal, ask=ask.id if ask else 0)
         raise refusal
 
-    def check_open(self, run: str, ask: Ask) -> None:
-        """Raises RefusedError if the ask no longer accepts answers. Called before storing an answer's payload, since a
-        stored one takes space until a sweep."""
-        current = self._store.asks.get(*_name_of(run, ask))
-        if current is None or current.status is AskStatus.OUT:
-            raise _closed(current)
+    def count_deletions(self, run: str, ask: Ask) -> int:
+        """Returns the store's count of deletions, for `accept`. Call this before storing the answer's payload.
 
-    def deletions(self) -> int:
-        """Returns the store's count of deletions, for `accept`. Call this before storing the answer's payload."""
-        return self._store.deletions.count()
+        Raises:
+            RefusedError: The ask no longer accepts answers; a stored payload would take space until a sweep.
+        """
+        count = self._store.asks.count_deletions(ask.id)
+        if count is None:
+            raise _closed(self._store.asks.get(*_name_of(run, ask)))
+        return count
 
     def accept(
         self, run: str, ask: Ask, header: service_pb2.UploadHeader, byte_counts: Counted, deletions: int
@@ -305,11 +308,11 @@ class Uploads:
                 self._commit(lambda store: store.history.add_refused_traffic(ask.id, received))
 
 
-def _check_weight(device: str, samples: int, declared: int | None) -> None:
+def _check_weight(device: str, samples: int, declared: int) -> None:
     text = f"device {device}: the answer has a weight of {samples} samples"
     if not 1 <= samples <= MAX_NUMBER:
         raise RefusedError(Code.BAD_VALUE, f"{text}, expected 1 to 2**63 - 1")
-    if declared is not None and samples > declared:
+    if samples > declared:
         # If this server was restored from a backup, the declaration may be newer; the device then checks in again.
         details = {"check_in": "again"}
         raise RefusedError(Code.BAD_VALUE, f"{text}, but the device declared {declared} samples", details)
@@ -417,8 +420,7 @@ class UploadSession:
         with self._stream.lock:
             self._assert_open()
             with self._end_on_error():
-                self._uploads.check_open(self._run, self._stream.ask)
-                deletions = self._uploads.deletions()
+                deletions = self._uploads.count_deletions(self._run, self._stream.ask)
                 make_durable()
             self._abandoned = True
             self._staging.close()
@@ -520,20 +522,16 @@ def _record(
     looked for again; no deletion runs during this transaction.
     """
     payload = header.payload
-    device = ask.device
-    digest = identity(header.payload)
-    first = store.asks.upload_of(ask.id) is None
-    if first and not (store.deletions.none_since(deletions) or store.blobs.has(digest)):
-        raise RefusedError(Code.INCOMPLETE, f"device {device}: the payload is missing; send it again")
-    upload = store.asks.accept_upload(ask.id, header.name.attempt, digest, payload.data_bytes, header.samples)
-    if upload is not None and first:
-        store.history.add_traffic(run, ask.round, device, "up", byte_counts, payload.ByteSize())
+    digest = identity(payload)
+    accepted = store.asks.accept_upload(ask.id, header.name.attempt, digest, payload.data_bytes, header.samples)
+    if accepted is not None and accepted.is_new:
+        if not (is_unchanged(deletions, accepted.deletions) or store.blobs.has(digest)):
+            raise RefusedError(Code.INCOMPLETE, f"device {ask.device}: the payload is missing; send it again")
+        metrics = [_metrics(part) for part in payload.parts.parts if part.WhichOneof("kind") == "metrics"]
+        store.history.add_answer(run, ask.round, ask.device, byte_counts, payload.ByteSize(), metrics)
         store.database.after_commit(store.database.meter.acknowledged)
-        for part in payload.parts.parts:
-            if part.WhichOneof("kind") == "metrics":
-                store.history.add_figures(run, ask.round, device, _metrics(part))
     failpoints.hit("front.receipt.before-commit")
-    return upload
+    return None if accepted is None else accepted.upload
 
 
 def _drop_if_to_forget(run: str, device: str, sha256: bytes, commit: Commit) -> None:

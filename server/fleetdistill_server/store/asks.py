@@ -8,9 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from fleetdistill_server.store.clock import PROCESS
 from fleetdistill_server.store.credentials import REVOKED
-from fleetdistill_server.store.database import Database
+from fleetdistill_server.store.database import Database, Row
+from fleetdistill_server.store.deletions import COUNT
 from fleetdistill_server.store.history import History, about_ask
-from fleetdistill_server.store.records import ASK_COLUMNS, UPLOAD_COLUMNS, Ask, Upload
+from fleetdistill_server.store.records import ASK_COLUMNS, UPLOAD_COLUMNS, Accepted, Ask, Upload, Work
 from fleetdistill_server.store.states import DEADLINE_PASSED, AskStatus, UploadStatus
 from fleetdistill_server.store.sums import Sums
 from fleetdistill_server.texts import shorten
@@ -133,6 +134,11 @@ class Asks:
             "SELECT * FROM asks WHERE run = ? AND device = ? AND status = 'open' ORDER BY id LIMIT 1", run, device
         )
 
+    def work_of(self, run: str, device: str) -> Work | None:
+        """Returns what a run has for a device, in one read; None if there is no such run."""
+        row = self._db.row(_WORK, run, device)
+        return None if row is None else Work.from_row(row)
+
     def all_open(self, run: str) -> list[Ask]:
         """Returns the open asks of a run, oldest first."""
         return self._asks("SELECT * FROM asks WHERE run = ? AND status = 'open' ORDER BY id", run)
@@ -234,12 +240,6 @@ class Asks:
         row = self._db.row(f"{_UPLOADS} WHERE u.ask = ? AND u.quarantined_at IS NULL", ask)
         return None if row is None else Upload.from_row(row)
 
-    def last_lost_attempt(self, ask: int) -> int:
-        """Returns the highest attempt number among an ask's answers with a missing or damaged payload; 0 if none."""
-        return int(
-            self._db.value("SELECT max(attempt) FROM uploads WHERE ask = ? AND quarantined_at IS NOT NULL", ask) or 0
-        )
-
     def withdraw_upload(self, ask: int, why: str) -> None:
         """Withdraws the accepted answer to an ask because its payload is missing or damaged, and adds an event.
 
@@ -272,19 +272,27 @@ class Asks:
             text = f"the answer of {asked.device} to step {asked.step!r} was lost on the server; {then}. {why}"
             self._history.add_event(asked.run, "quarantined", text, **about_ask(asked))
 
-    def accept_upload(self, ask: int, attempt: int, sha256: bytes, data_bytes: int, samples: int) -> Upload | None:
+    def count_deletions(self, ask: int) -> int | None:
+        """Returns the count of deletions, to be read before an answer's payload is stored.
+
+        None if the ask is out of its round, or no longer exists, so that it takes no answer.
+        """
+        value = self._db.value(f"SELECT {COUNT} FROM asks WHERE id = ? AND status != 'out'", ask)
+        return None if value is None else int(value)
+
+    def accept_upload(self, ask: int, attempt: int, sha256: bytes, data_bytes: int, samples: int) -> Accepted | None:
         """Stores an answer. Only the first answer to an ask is accepted.
 
         Returns:
             The accepted answer, which can be an earlier one; None if the ask no longer takes an answer.
         """
         with self._db.transaction():
-            known = self.upload_of(ask)
-            if known is not None:
-                return known
-            if not self._db.write("UPDATE asks SET status = 'answered' WHERE id = ? AND status = 'open'", ask):
-                return None
-            row = {"receipt": secrets.token_hex(16), "ask": ask, "attempt": attempt, "sha256": sha256}
+            asked = self._db.row(_TAKE_ANSWER, ask)
+            if asked is None:
+                known = self.upload_of(ask)
+                return None if known is None else Accepted(known, is_new=False)
+            deletions = asked.pop("deletions")
+            row: Row = {"receipt": secrets.token_hex(16), "ask": ask, "attempt": attempt, "sha256": sha256}
             row |= {
                 "data_bytes": data_bytes,
                 "samples": samples,
@@ -292,7 +300,7 @@ class Asks:
                 "status": UploadStatus.ACKNOWLEDGED,
             }
             self._db.insert("uploads", row)
-            return Upload.from_row(self._db.rows(f"{_UPLOADS} WHERE u.receipt = ?", row["receipt"])[0])
+        return Accepted(Upload(**asked, **row, reason="", quarantined_at=None), True, deletions)
 
     def record_times(self, times: Mapping[tuple[int, str], float]) -> None:
         """Stores when the steps of asks began: seconds since 1970 by (ask, column); the first time of each stays."""
@@ -313,6 +321,19 @@ class Asks:
     def _asks(self, sql: str, *values: object) -> list[Ask]:
         return [Ask.from_row(row) for row in self._db.rows(sql, *values)]
 
+
+_TAKE_ANSWER = (
+    "UPDATE asks SET status = 'answered' WHERE id = ? AND status = 'open' "
+    f"RETURNING round, step, step_number, device, {COUNT} AS deletions"
+)
+
+_WORK = """
+SELECT a.*, r.status AS run_status, r.reason AS run_reason, r.completed_rounds,
+    (SELECT max(attempt) FROM uploads WHERE ask = a.id AND quarantined_at IS NOT NULL) AS lost_attempt
+FROM runs r
+LEFT JOIN asks a ON a.id = (SELECT min(id) FROM asks WHERE run = ?1 AND device = ?2 AND status = 'open')
+WHERE r.name = ?1
+"""
 
 _UPLOADS = f"SELECT {ASK_COLUMNS}, {UPLOAD_COLUMNS} FROM uploads u JOIN asks a ON u.ask = a.id"
 

@@ -11,6 +11,17 @@ from __future__ import annotations
 
 from fleetdistill_server.store.database import Database
 
+COUNT = "(SELECT count FROM deletions)"
+"""The count, as a part of a statement that reads what belongs to it."""
+
+
+def is_unchanged(before: int, now: int) -> bool:
+    """Returns whether nothing was deleted between two counts; False also if a deletion was announced at the first.
+
+    `before` was read before a payload was stored, `now` in the transaction that refers to the payload.
+    """
+    return before % 2 == 0 and now == before
+
 
 class Deletions:
     """Reads and writes the table `deletions`."""
@@ -18,25 +29,13 @@ class Deletions:
     def __init__(self, database: Database) -> None:
         self._db = database
 
-    def count(self) -> int:
-        """Returns the count. Read it before storing a payload, then pass it to `none_since`."""
-        return int(self._db.value("SELECT count FROM deletions"))
-
-    def none_since(self, count: int) -> bool:
-        """Returns whether nothing was deleted since `count` was read.
-
-        Call this in the transaction that refers to the payload. False also if a deletion was announced when `count`
-        was read.
-        """
-        return count % 2 == 0 and self.count() == count
-
     def announce(self) -> None:
         """Announces a deletion. The announcement must be committed before the deletion begins."""
         self._db.write("UPDATE deletions SET count = count + 1 WHERE count % 2 = 0")
 
     def announced(self) -> bool:
         """Returns whether a deletion is announced."""
-        return self.count() % 2 == 1
+        return int(self._db.value(f"SELECT {COUNT}")) % 2 == 1
 
     def end(self) -> None:
         """Ends an announced deletion, if any. Call this in the transaction that deletes files, or instead of it."""

@@ -100,20 +100,38 @@ class History:
         events = self.newest_events(run, 1)
         return events[0] if events else None
 
+    def add_answer(
+        self,
+        run: str,
+        number: int,
+        device: str,
+        counted: Counted,
+        envelope_bytes: int,
+        metrics: Sequence[Metrics],
+    ) -> None:
+        """Adds an answer's bytes to the byte counts, and stores the metrics in it; see the next methods."""
+        with self._db.transaction():
+            summed = self._sums.contain(run, number)
+            self._add_payload(run, number, device, "up", counted, envelope_bytes, summed)
+            for item in metrics:
+                self._add_figures(run, number, device, item, summed)
+
     def add_figures(self, run: str, number: int, device: str, metrics: Metrics) -> None:
         """Stores the metrics that a device reported for a round; newer values replace older ones."""
+        with self._db.transaction():
+            self._add_figures(run, number, device, metrics, self._sums.contain(run, number))
+
+    def _add_figures(self, run: str, number: int, device: str, metrics: Metrics, summed: bool) -> None:
         rows = []
         for metric in metrics.metrics:
             by_class = {item.label: [item.sum, item.count] for item in metric.by_class}
             row = {"run": run, "round": number, "device": device, "name": metric.name, "split": metric.split}
             rows.append({**row, "sum": metric.sum, "count": metric.count, "by_class": json.dumps(by_class)})
-        with self._db.transaction():
-            summed = self._sums.contain(run, number)
-            if summed:
-                self._sums.change_figures(run, number, device, -1)
-            self._db.insert_many("figures", rows, _REPLACE_FIGURES)
-            if summed:
-                self._sums.change_figures(run, number, device, 1)
+        if summed:
+            self._sums.change_figures(run, number, device, -1)
+        self._db.insert_many("figures", rows, _REPLACE_FIGURES)
+        if summed:
+            self._sums.change_figures(run, number, device, 1)
 
     def figures(self, run: str, name: str, split: str) -> list[ReportedFigure]:
         """Returns all reported values of one figure of a run, ordered by round and device."""
@@ -159,28 +177,40 @@ class History:
         self, run: str, number: int, device: str, direction: str, counted: Counted, envelope_bytes: int
     ) -> None:
         """Adds a payload, or the part of it that was sent, to the byte counts."""
+        with self._db.transaction():
+            self._add_payload(run, number, device, direction, counted, envelope_bytes, self._sums.contain(run, number))
+
+    def _add_payload(
+        self,
+        run: str,
+        number: int,
+        device: str,
+        direction: str,
+        counted: Counted,
+        envelope_bytes: int,
+        summed: bool,
+    ) -> None:
         name = {"run": run, "round": number, "device": device, "direction": direction}
         rows = [_bytes_row({**name, "kind": ENVELOPE}, 1, 0, envelope_bytes, envelope_bytes)]
         for kind in sorted(counted.tensor.keys() | counted.sent.keys()):
             rows.append(_bytes_row({**name, "kind": kind}, 0, counted.tensor[kind], 0, counted.sent[kind]))
-        with self._db.transaction():
-            self._add_bytes(rows)
-            kinds = {row["kind"]: row["sent_bytes"] for row in rows}
-            self._db.after_commit(partial(self._db.meter.sent, direction, kinds))
+        self._add_bytes(rows, summed)
+        kinds = {row["kind"]: row["sent_bytes"] for row in rows}
+        self._db.after_commit(partial(self._db.meter.sent, direction, kinds))
 
     def add_refused_traffic(self, ask: int, sent_bytes: int) -> None:
         """Adds the bytes received for an answer that was not accepted; its tensor bytes are not counted."""
         with self._db.transaction():
             name = self._db.row("SELECT run, round, device FROM asks WHERE id = ?", ask)
             if name is not None and sent_bytes:
-                self._add_bytes([_bytes_row({**name, "direction": "up", "kind": REFUSED}, 0, 0, 0, sent_bytes)])
+                row = _bytes_row({**name, "direction": "up", "kind": REFUSED}, 0, 0, 0, sent_bytes)
+                self._add_bytes([row], self._sums.contain(name["run"], name["round"]))
                 self._db.after_commit(partial(self._db.meter.sent, "up", {REFUSED: sent_bytes}))
 
-    def _add_bytes(self, rows: Sequence[Row]) -> None:
-        """Adds to the byte counts of one round."""
-        for row in rows:
-            self._db.insert("traffic", row, _ADD_BYTES)
-        if self._sums.contain(rows[0]["run"], rows[0]["round"]):
+    def _add_bytes(self, rows: Sequence[Row], summed: bool) -> None:
+        """Adds to the byte counts of one round, and to the sums if they contain it."""
+        self._db.insert_many("traffic", rows, _ADD_BYTES)
+        if summed:
             self._sums.add_bytes(rows)
 
     def traffic(self, run: str) -> list[Traffic]:

@@ -290,6 +290,36 @@ class Ask:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a run has for one of its devices.
+
+    Attributes:
+        status: What the run does.
+        reason: Why it has this status; empty without a reason.
+        completed_rounds: Number of completed rounds.
+        ask: Oldest open ask of the device; None without one.
+        lost_attempt: Highest attempt among the ask's answers whose payload is missing or damaged; 0 if none.
+    """
+
+    status: RunStatus
+    reason: str
+    completed_rounds: int
+    ask: Ask | None
+    lost_attempt: int
+
+    @classmethod
+    def from_row(cls, row: Row) -> Work:
+        """Returns the record of a row with all columns of the ask, or None for each of them."""
+        return cls(
+            status=RunStatus(row["run_status"]),
+            reason=row["run_reason"] or "",
+            completed_rounds=row["completed_rounds"],
+            ask=None if row["id"] is None else Ask.from_row(row),
+            lost_attempt=row["lost_attempt"] or 0,
+        )
+
+
 _OF_UPLOAD = (
     "receipt",
     "ask",
@@ -364,6 +394,21 @@ class Upload:
             reason=row["upload_reason"] or "",
             quarantined_at=row["upload_quarantined_at"],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """An ask's accepted answer, at the end of an upload.
+
+    Attributes:
+        upload: The answer.
+        is_new: Whether it was stored now; otherwise it is an earlier one.
+        deletions: Count of deletions when it was stored; 0 for an earlier one.
+    """
+
+    upload: Upload
+    is_new: bool
+    deletions: int = 0
 
 
 def ask_and_upload(row: Row) -> tuple[Ask, Upload | None]:
