@@ -27,7 +27,7 @@ from wire.one_of_each import FLOAT32, MODEL, ONE_OF_EACH
 from fleetdistill import knowledge as k
 from fleetdistill.errors import KnowledgeError, WireError
 from fleetdistill.knowledge import KINDS
-from fleetdistill.wire.codec import Payload, decode, encode
+from fleetdistill.wire.codec import ArraySource, Payload, decode, encode
 from fleetdistill.wire.digests import digest
 from fleetdistill.wire.payload import (
     CHUNK_BYTES,
@@ -124,6 +124,15 @@ def test_the_memory_layout_of_an_array_does_not_matter(make: Any) -> None:
     array = np.arange(6, dtype=FLOAT32).reshape(2, 3)
     (result,) = decode(encode({"m": k.ModelParameters(parameters={"w": make(array)})})).values()
     assert_same(result, k.ModelParameters(parameters={"w": make(array).astype("<f4", order="C")}))
+
+
+@given(sizes=st.lists(st.integers(0, 4), max_size=6), start=st.integers(0, 90), size=st.integers(0, 90))
+def test_a_view_of_arrays_has_the_bytes_that_are_read(sizes: list[int], start: int, size: int) -> None:
+    """Whether the bytes are in one array, in several, or partly beyond the last one; some arrays are empty."""
+    arrays = {f"a{number}": np.arange(count, dtype=np.float32) + number for number, count in enumerate(sizes)}
+    source = raw_payload(arrays).source
+    assert isinstance(source, ArraySource)
+    assert bytes(source.view(start, size)) == source.read(start, size)
 
 
 def test_only_knowledge_travels_in_the_knowledge_type() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.kind import COLUMNS, Array, Kind, PartSchema, declared_of
-from fleetdistill.wire.payload import DTYPES, slots
+from fleetdistill.wire.payload import DTYPES, tensor_paths
 from fleetdistill.wire.schema import FLOAT32, UINT8, Tensors, TensorSchema, TypedShape
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
@@ -70,8 +70,7 @@ def _of_shapes(kind: type[Kind], shapes: Mapping[str, TypedShape]) -> PartSchema
 def _declared_tensors(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, TensorSchema]:
     """Returns the tensors that the contract declares for a part. Raises RefusedError if one is missing."""
     declared = {tensor.name: tensor for tensor in declared_of(part, contract).tensors}
-    sent = {slot.path.removeprefix(f"{part.name}/") for slot in slots(knowledge_pb2.Parts(parts=[part]))}
-    if missing := sorted(declared.keys() - sent):
+    if missing := sorted(declared.keys() - tensor_paths(part)):
         text = f"part {part.name!r} lacks {', '.join(missing[:_MAX_NAMED])}"
         raise RefusedError(Code.BAD_TENSOR, text, {"tensor": missing[0]})
     return {name: TensorSchema((DTYPES[one.element_type],), tuple(one.shape)) for name, one in declared.items()}

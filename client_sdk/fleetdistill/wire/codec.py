@@ -6,6 +6,7 @@ One generic mapping by field names handles every kind, so a new kind requires on
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
@@ -40,6 +41,7 @@ class ArraySource:
 
     def __init__(self, all_slots: tuple[Slot, ...], arrays: list[Array]) -> None:
         self._slots = all_slots
+        self._starts = [slot.start for slot in all_slots]
         self.views = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
 
     def read(self, start: int, size: int) -> bytes:
@@ -53,10 +55,11 @@ class ArraySource:
 
     def view(self, start: int, size: int) -> memoryview | bytes:
         """Returns the same bytes as `read`, read-only and without a copy if they are in one array."""
-        for number, slot in enumerate(self._slots):
-            if slot.start <= start and start + size <= slot.stop:
-                return self.views[number][start - slot.start : start - slot.start + size].toreadonly()
-        return self.read(start, size)
+        number = bisect_right(self._starts, start) - 1
+        if number < 0 or start + size > self._slots[number].stop:
+            return self.read(start, size)
+        offset = start - self._starts[number]
+        return self.views[number][offset : offset + size].toreadonly()
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,11 @@ class Payload:
     def data_bytes(self) -> int:
         """Size of all tensors in bytes."""
         return self.slots[-1].stop if self.slots else 0
+
+    @functools.cached_property
+    def header_bytes(self) -> int:
+        """Size of the header in bytes."""
+        return self.header().ByteSize()
 
     def header(self) -> knowledge_pb2.PayloadHeader:
         """Returns the header that is sent before the chunks."""

@@ -103,12 +103,12 @@ class Slot:
     kind: str = ""
     channels: tuple[Slot, Slot] | None = None
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Size of the tensor's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
+    @functools.cached_property
     def stop(self) -> int:
         """Offset of the first byte after the tensor's data."""
         return self.start + self.nbytes
@@ -178,6 +178,12 @@ def _channel_slot(of: Slot, name: str, tensor: tensor_pb2.Tensor, start: int) ->
     return result
 
 
+def tensor_paths(part: knowledge_pb2.Part) -> set[str]:
+    """Returns the paths of a part's tensors within it, without those of channels; the part is one of `slots`."""
+    kind = part.WhichOneof("kind")
+    return {path.removeprefix("/") for path, _ in _walk(getattr(part, str(kind)), "")}
+
+
 def data_bytes(parts: knowledge_pb2.Parts) -> int:
     """Returns the size of all tensors in bytes."""
     return sum(slot.nbytes for slot in slots(parts))
@@ -214,12 +220,22 @@ def chunks(
         first_byte: Offset in the uncompressed data of all tensors.
         compression: Compression that the receiver supports; see `fleetdistill.wire.compression`.
     """
+    for number, offset, data, how in packed(source, all_slots, first_byte, compression):
+        yield Chunk(number, offset, data, checksum(data), how)
+
+
+def packed(
+    source: DataSource,
+    all_slots: Sequence[Slot],
+    first_byte: int,
+    compression: knowledge_pb2.Compression.ValueType,
+) -> Iterator[tuple[int, int, Data, knowledge_pb2.Compression.ValueType]]:
+    """Yields tensor, offset, bytes on the link and compression of each chunk of `chunks`."""
     packer, read = Packer(compression), getattr(source, "view", source.read)
     for number, slot in enumerate(all_slots):
         packer.next_tensor()
         for start in range(max(slot.start, first_byte), slot.stop, CHUNK_BYTES):
-            data, packed = packer.pack(read(start, min(CHUNK_BYTES, slot.stop - start)))
-            yield Chunk(number, start - slot.start, data, checksum(data), packed)
+            yield number, start - slot.start, *packer.pack(read(start, min(CHUNK_BYTES, slot.stop - start)))
 
 
 def chunk_data(chunk: AnyChunk) -> Data:
