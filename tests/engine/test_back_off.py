@@ -13,6 +13,7 @@ from engine.moved_clock import MovedClock
 from support.answering import AnsweringDevice
 from support.fleets import EVERY_METHOD, RUNS, assert_no_upload_lost, prepare
 from support.long import long_except
+from support.sqlite import tables_of
 
 from fleetdistill import Device, Step
 from fleetdistill_lab.simulation.spec.device import make_device
@@ -22,6 +23,7 @@ from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.back_off import available, rounds_left_out
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 ROUNDS = 5
@@ -46,6 +48,21 @@ def test_who_would_be_back_first_is_asked_where_too_few_are_left(
     left_out: dict[str, int], least: int, who: str
 ) -> None:
     assert list(available(dict.fromkeys("abcd", b""), left_out, least)) == list(who)
+
+
+def test_devices_that_are_never_late_are_not_written() -> None:
+    store = Store.in_memory()
+    store.runs.begin(RUN, {})
+    store.devices.register(RUN, "a", b"h", b"")
+    number = store.runs.start_round(RUN, ["a"])
+    ask = Ask(run=RUN, round=number, step_number=1, device="a", step="train", expects={}, deadline_at=4e9)
+    store.asks.add([ask])
+    store.asks.accept_upload(1, 1, bytes(32), 0, 1)
+    texts: list[str] = []
+    tables_of(store).conn.set_trace_callback(texts.append)
+    store.runs.close_round(RUN, number, bytes(32), [1], {})
+    assert [text for text in texts if text.startswith("UPDATE runs")]
+    assert not [text for text in texts if text.startswith("UPDATE devices")]
 
 
 class Turns:

@@ -8,17 +8,17 @@ from support.wire_samples import in_pieces, make_payload
 
 
 class Statements:
-    """The statements of a fleet's store, but those that begin and end transactions."""
+    """The statements of a fleet's store."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._texts: list[str] = []
         tables_of(fleet.store).conn.set_trace_callback(self._texts.append)
 
     def new(self) -> list[str]:
-        """Returns the verbs of the statements since the last call."""
-        verbs = [text.split()[0] for text in self._texts]
+        """Returns the first words of the statements since the last call."""
+        words = [text.split()[0] for text in self._texts]
         self._texts.clear()
-        return [verb for verb in verbs if verb in ("SELECT", "INSERT", "UPDATE", "DELETE")]
+        return words
 
 
 def test_a_device_and_its_work_are_one_read_each(fleet: Fleet) -> None:
@@ -41,4 +41,14 @@ def test_an_answer_is_checked_and_stored_with_few_statements(fleet: Fleet) -> No
     assert statements.new() == []
     assert session.finish().id
     bytes_of_envelope, bytes_of_tensors = "INSERT", "INSERT"
-    assert statements.new() == ["SELECT", "UPDATE", "INSERT", "SELECT", bytes_of_envelope, bytes_of_tensors]
+    writes = ["UPDATE", "INSERT", "SELECT", bytes_of_envelope, bytes_of_tensors]
+    assert statements.new() == ["SELECT", "BEGIN", *writes, "COMMIT"]
+
+
+def test_a_step_is_asked_and_looked_at_with_few_statements(fleet: Fleet) -> None:
+    """The engine looks for late asks whenever something may have happened, and mostly finds none."""
+    statements = Statements(fleet)
+    fleet.ask("d1", "d2", "d3")
+    assert statements.new() == ["BEGIN", "DELETE", "DELETE", "INSERT", "INSERT", "INSERT", "COMMIT"]
+    assert fleet.store.asks.expire(RUN, 1.0) == []
+    assert statements.new() == ["SELECT"]

@@ -664,6 +664,20 @@ def test_a_nested_transaction_that_fails_takes_only_itself_back(store: Store) ->
     assert [event.text for event in store.history.events(RUN)] == ["before", "after"]
 
 
+def test_statements_together_are_a_transaction_or_part_of_one(store: Store) -> None:
+    def fail() -> None:
+        with store.database.together():
+            store.history.add_event(RUN, "kind", "text")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert store.history.events(RUN) == []
+    with store.transaction(), pytest.raises(ZeroDivisionError):
+        fail()
+    assert [event.text for event in store.history.events(RUN)] == ["text"], "unlike a nested transaction"
+
+
 def test_a_transaction_sees_its_own_writes(store: Store) -> None:
     with store.transaction():
         store.history.add_event(RUN, "kind", "text")

@@ -40,27 +40,7 @@ class Asks:
         with self._db.transaction():
             for run, number in {(ask.run, ask.round) for ask in asks}:
                 self._sums.drop_rounds(run, number, number)
-            for ask in asks:
-                self._add(ask, now)
-
-    def _add(self, ask: Ask, now: float) -> None:
-        why_absent = self._db.value(_WHY_ABSENT, ask.run, ask.device)
-        row = {
-            "run": ask.run,
-            "round": ask.round,
-            "step_number": ask.step_number,
-            "device": ask.device,
-            "step": ask.step,
-            "expects": json.dumps(dict(ask.expects)),
-            "payload": ask.payload or None,
-            "payload_bytes": ask.payload_bytes,
-            "seed": ask.seed,
-            "deadline_at": ask.deadline_at,
-            "status": AskStatus.OUT if why_absent else AskStatus.OPEN,
-            "reason": why_absent,
-            "asked_at": now,
-        }
-        self._db.insert("asks", row, "ON CONFLICT (run, round, step_number, device) DO NOTHING")
+            self._db.write_many(_ADD, [_values(ask, now) for ask in asks])
 
     def of_step(self, run: str, number: int, step_number: int) -> list[Ask]:
         """Returns the asks of one step, ordered by device."""
@@ -184,8 +164,11 @@ class Asks:
             run: Name of the run.
             now: Time of `clock`, in seconds since 1970.
         """
+        of_late = "FROM asks WHERE run = ? AND status = 'open' AND deadline_at < ?"
+        if not self._db.exists(f"SELECT 1 {of_late} LIMIT 1", run, now):
+            return []  # without the write lock
         with self._db.transaction():
-            late = self._asks("SELECT * FROM asks WHERE run = ? AND status = 'open' AND deadline_at < ?", run, now)
+            late = self._asks(f"SELECT * {of_late}", run, now)
             for ask in late:
                 self.close(ask.id, DEADLINE_PASSED)
                 text = f"{ask.device} did not answer step {ask.step!r} before its deadline"
@@ -286,7 +269,7 @@ class Asks:
         Returns:
             The accepted answer, which can be an earlier one; None if the ask no longer takes an answer.
         """
-        with self._db.transaction():
+        with self._db.together():
             asked = self._db.row(_TAKE_ANSWER, ask)
             if asked is None:
                 known = self.upload_of(ask)
@@ -337,10 +320,25 @@ WHERE r.name = ?1
 
 _UPLOADS = f"SELECT {ASK_COLUMNS}, {UPLOAD_COLUMNS} FROM uploads u JOIN asks a ON u.ask = a.id"
 
-_WHY_ABSENT = f"""
-SELECT CASE WHEN {REVOKED} THEN 'device revoked' ELSE 'device not present' END
-FROM devices WHERE run = ? AND device = ? AND (present = 0 OR {REVOKED})
-"""
+_WHY_ABSENT = (
+    f"(SELECT CASE WHEN {REVOKED} THEN 'device revoked' ELSE 'device not present' END "
+    f"FROM devices WHERE run = ?1 AND device = ?4 AND (present = 0 OR {REVOKED}))"
+)
+_ADD = (
+    "INSERT INTO asks (run, round, step_number, device, step, expects, payload, payload_bytes, seed, deadline_at, "
+    "asked_at, status, reason) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, "
+    f"CASE WHEN {_WHY_ABSENT} IS NULL THEN 'open' ELSE 'out' END, {_WHY_ABSENT}) "
+    "ON CONFLICT (run, round, step_number, device) DO NOTHING"
+)
+
+
+def _values(ask: Ask, now: float) -> tuple[object, ...]:
+    """Returns the values of `_ADD`."""
+    return (
+        *(ask.run, ask.round, ask.step_number, ask.device, ask.step, json.dumps(dict(ask.expects))),
+        *(ask.payload or None, ask.payload_bytes, ask.seed, ask.deadline_at, now),
+    )
+
 
 _UNSETTLED_OF_ANY_STEP = (
     "FROM asks a LEFT JOIN uploads u ON u.ask = a.id AND u.quarantined_at IS NULL AND u.status = 'acknowledged' "

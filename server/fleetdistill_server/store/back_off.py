@@ -54,6 +54,8 @@ def update_back_off(db: Database, history: History, run: str, number: int) -> No
     for row in rows:
         in_a_row = row["late_rounds"] + 1 if row["late"] else 0 if row["answered"] else row["late_rounds"]
         rounds = rounds_left_out(in_a_row) if row["late"] else 0
+        if in_a_row == row["late_rounds"] and not rounds:
+            continue  # as for most devices in most rounds
         db.write(
             "UPDATE devices SET late_rounds = ?, left_out_until = ? WHERE run = ? AND device = ?",
             *(in_a_row, number + rounds, run, row["device"]),

@@ -129,6 +129,13 @@ class Database(ABC):
         for action in committed:
             action()
 
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Combines the statements of a block, in the open transaction or one of their own.
+
+        Within a transaction this adds no savepoint, unlike `transaction`: if a statement fails, its owner ends it.
+        """
+        return contextlib.nullcontext() if self.in_transaction() else self.transaction()
+
     def in_transaction(self) -> bool:
         """Returns whether the calling thread is inside a transaction."""
         with self._lock:
@@ -171,7 +178,7 @@ class Database(ABC):
 
     def write_many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
         """Runs a statement once per row of values, in the open transaction or its own."""
-        with self.transaction():
+        with self._lock, self._errors(), self.together():
             for values in rows:
                 self._execute(sql, values)
 

@@ -110,7 +110,7 @@ class History:
         metrics: Sequence[Metrics],
     ) -> None:
         """Adds an answer's bytes to the byte counts, and stores the metrics in it; see the next methods."""
-        with self._db.transaction():
+        with self._db.together():
             summed = self._sums.contain(run, number)
             self._add_payload(run, number, device, "up", counted, envelope_bytes, summed)
             for item in metrics:
@@ -177,7 +177,7 @@ class History:
         self, run: str, number: int, device: str, direction: str, counted: Counted, envelope_bytes: int
     ) -> None:
         """Adds a payload, or the part of it that was sent, to the byte counts."""
-        with self._db.transaction():
+        with self._db.together():
             self._add_payload(run, number, device, direction, counted, envelope_bytes, self._sums.contain(run, number))
 
     def _add_payload(

@@ -129,12 +129,16 @@ class SqliteDatabase(Database):
         names = [column[0] for column in cursor.description]
         return [dict(zip(names, row, strict=True)) for row in cursor], cursor.rowcount
 
+    def exists(self, sql: str, *values: Any) -> bool:
+        with self._lock, self._errors():
+            return self.tables.conn.execute(sql, values).fetchone() is not None  # a front asks this for every message
+
     def column(self, sql: str, *values: Any) -> list[Any]:
         with self._lock, self._errors():
             return [row[0] for row in self.tables.conn.execute(sql, values)]  # a fleet has 100,000: no mapping for each
 
     def write_many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
-        with self.transaction():
+        with self._lock, self._errors(), self.together():
             self.tables.conn.executemany(sql, rows)
 
 
