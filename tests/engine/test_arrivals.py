@@ -6,17 +6,20 @@ import asyncio
 
 import pytest
 from support.answering import AnsweringDevice
+from support.wire_samples import make_payload
 from torch import Tensor
 
 from fleetdistill.wire.codec import decode
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.engine.arrivals import MAX_ROWS
+from fleetdistill_server.engine.arrivals import MAX_ROWS, Arrivals
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
+from fleetdistill_server.methods.cohort import DeviceAnswer
 from fleetdistill_server.methods.feddkc.refined import Refined
 from fleetdistill_server.methods.feddkc.server import FedDKCServer
+from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
 
@@ -49,6 +52,29 @@ def config_of(devices: int) -> RunConfig:
             "server": {"torch_device": "cpu"},
         }
     )
+
+
+def test_answers_that_came_together_are_looked_up_once() -> None:
+    asked = [
+        Ask(run=RUN, round=1, step_number=1, device=name, step="train", expects={}, deadline_at=0.0, id=number)
+        for number, name in enumerate("bcd")
+    ]
+    lookups, read = list[str](), list[str]()
+
+    def answered_after(device: str) -> list[Ask]:
+        lookups.append(device)
+        return [ask for ask in asked if ask.device > device]
+
+    def answer_to(ask: Ask) -> DeviceAnswer:
+        read.append(ask.device)
+        return DeviceAnswer(ask.device, 1, make_payload())
+
+    arrivals = Arrivals(answered_after, answer_to, lambda answer: None)
+    assert [arrivals.read_one(after) for after in ("", "b", "b")] == [True] * 3
+    assert (lookups, read) == ([""], ["b", "c", "d"])
+    assert not arrivals.read_one("b")
+    assert arrivals.take(asked[2]) is not None
+    assert read == ["b", "c", "d"], "it was read early"
 
 
 @pytest.mark.parametrize(("count", "waiting"), [(5, 0), (MAX_ROWS + 6, 1)])

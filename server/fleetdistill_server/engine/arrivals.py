@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from fleetdistill_server.methods.cohort import DeviceAnswer, Prepare
@@ -30,16 +31,21 @@ class Arrivals:
         self._read = read
         self._prepare = prepare
         self._cursor = ""
+        self._found: deque[Ask] = deque()  # answered and not read yet
         self._seen: set[int] = set()
         self._ready: dict[int, DeviceAnswer] = {}
 
     def read_one(self, after: str) -> bool:
         """Reads one answer that has arrived from a device after `after`; returns False if there is no new one."""
-        asks = self._answered_after(max(self._cursor, after))
-        new = next((ask for ask in asks if ask.id not in self._seen), None)
-        if new is None:
+        while self._found and self._found[0].device <= after:
+            self._found.popleft()  # `take` has read it
+        if not self._found:
+            asks = self._answered_after(max(self._cursor, after))
             self._cursor = asks[-1].device if len(asks) == MAX_ROWS else ""
+            self._found += [ask for ask in asks if ask.id not in self._seen]
+        if not self._found:
             return False
+        new = self._found.popleft()
         self._seen.add(new.id)
         answer = self._read(new)
         if answer is None:
