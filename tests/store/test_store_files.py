@@ -6,12 +6,14 @@ import contextlib
 import errno
 import multiprocessing
 import os
+import shutil
 import sqlite3
 import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from support.wire_samples import (
     with_blake3,
 )
 
-from fleetdistill.errors import StoreError, StoreUnavailableError
+from fleetdistill.errors import DamagedError, StoreError, StoreUnavailableError
 from fleetdistill.wire.codec import Payload, encode
 from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import service_pb2
@@ -559,6 +561,41 @@ def test_statements_of_nested_transactions_are_always_the_same(store: Store) -> 
         with store.transaction(), store.transaction(), store.transaction():
             pass
     assert Counter(texts) == {"BEGIN IMMEDIATE": 2, "SAVEPOINT part": 4, "RELEASE part": 4, "COMMIT": 2}
+
+
+def test_a_payload_in_use_is_opened_once_unless_its_file_changes(tmp_path: Path) -> None:
+    payload = make_payload()
+    blobs = FileBlobs(tmp_path / "blobs")
+    blobs.put(payload)
+    first = blobs.open(payload.digest)
+    assert blobs.open(payload.digest) is first
+    assert blobs.open(payload.digest, verify=True) is not first
+    blobs.drop(payload.digest)
+    with pytest.raises(DamagedError, match="is not in the store"):
+        blobs.open(payload.digest)
+    blobs.put(payload)
+    second = blobs.open(payload.digest)
+    assert second is not first
+    with blob_path(tmp_path, payload.digest).open("r+b") as file:
+        file.truncate(200)
+    with pytest.raises(DamagedError, match="is damaged"):
+        blobs.open(payload.digest)
+
+
+def test_a_folder_of_payloads_is_made_durable_when_it_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("fleetdistill_server.store.file_blobs.sync_directory", synced.append)
+    states = [number.to_bytes(2) for number in range(5000)]
+    of_one = [item for item in states if sha256(item).hexdigest()[:2] == "00"]
+    blobs = FileBlobs(tmp_path / "blobs")
+    for state in of_one[:2]:
+        blobs.put_state(state)
+    assert synced == [tmp_path / "blobs"], "the second one finds the folder"
+    shutil.rmtree(tmp_path / "blobs" / "00")
+    blobs.put_state(of_one[2])
+    assert synced == [tmp_path / "blobs"] * 2
+    FileBlobs(tmp_path / "blobs").put_state(of_one[3])
+    assert len(synced) == 3, "another process may not have come to it"
 
 
 def test_commit_failing_after_payload_is_stored_gives_no_receipt(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO
+from weakref import WeakValueDictionary
 
 from google.protobuf.message import DecodeError
 
@@ -74,6 +75,9 @@ class FileBlobs:
         self._staging = directory / "staging"
         self.space: Space | None = None
         self._intact: set[bytes] = set()  # payloads that this process has written or verified
+        self._durable: set[Path] = set()  # folders whose names this process has made durable
+        # Payloads in use: many devices download one at the same time. A file that was replaced or deleted is not found.
+        self._opened: WeakValueDictionary[tuple[int, ...], Payload] = WeakValueDictionary()
         with disk_errors("creating the blob directory"):
             make_directory(directory)
             self._staging.mkdir(exist_ok=True)  # neither the directory nor its contents need to be durable
@@ -96,7 +100,13 @@ class FileBlobs:
                 return 0
 
     def open(self, sha256: bytes, *, verify: bool = False) -> Payload:
-        with _damage(sha256), disk_errors(f"reading payload {sha256.hex()}"), self.path_of(sha256).open("rb") as file:
+        with _damage(sha256), disk_errors(f"reading payload {sha256.hex()}"):
+            path = self.path_of(sha256)
+            known = None if verify else self._opened.get(_version(path.stat()))
+            return self._open(sha256, path, verify) if known is None else known
+
+    def _open(self, sha256: bytes, path: Path, verify: bool) -> Payload:
+        with path.open("rb") as file:
             view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             header_bytes = 8 + int.from_bytes(view[:8], "little")
             parts, digests = _described_in(view[8:header_bytes])
@@ -108,6 +118,7 @@ class FileBlobs:
                 file.seek(header_bytes)
                 _verify(payload, file)
                 self._intact.add(sha256)
+            self._opened[_version(os.fstat(file.fileno()))] = payload
         return payload
 
     def has(self, sha256: bytes) -> bool:
@@ -147,7 +158,8 @@ class FileBlobs:
                 os.utime(path)
             except FileNotFoundError:  # deleted by a sweep
                 return False
-            _sync_names(path)
+            sync_directory(path.parent)
+            self._sync_folder(path.parent)
         return True
 
     def _is_intact(self, sha256: bytes) -> bool:
@@ -243,9 +255,17 @@ class FileBlobs:
     def _publish(self, complete: Path, sha256: bytes) -> None:
         """Stores a complete staging file durably under its digest."""
         target = self.path_of(sha256)
-        target.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            target.parent.mkdir()
+            self._durable.discard(target.parent)
         rename_durably(complete, target)
-        sync_directory(target.parent.parent)
+        self._sync_folder(target.parent)
+
+    def _sync_folder(self, folder: Path) -> None:
+        """Makes the name of a folder durable, which another process may have created just before a crash."""
+        if folder not in self._durable:
+            sync_directory(folder.parent)
+            self._durable.add(folder)
 
     def get_state(self, sha256: bytes) -> bytes:
         with _damage(sha256, "checkpoint"), disk_errors(f"reading checkpoint {sha256.hex()}"):
@@ -307,6 +327,11 @@ def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
         return entry.stat()
     except FileNotFoundError:
         return None
+
+
+def _version(found: os.stat_result) -> tuple[int, ...]:
+    """Returns what identifies a file and its content, while it is mapped."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _age(found: os.stat_result) -> float:
@@ -385,9 +410,3 @@ class _MappedSource:
 
     def view(self, start: int, size: int) -> memoryview:
         return memoryview(self._view)[self._header_bytes + start : self._header_bytes + start + size]
-
-
-def _sync_names(path: Path) -> None:
-    """Calls fsync on a file's directory and on its parent, so that both names are durable."""
-    sync_directory(path.parent)
-    sync_directory(path.parent.parent)
