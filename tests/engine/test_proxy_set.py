@@ -247,7 +247,7 @@ def test_an_empty_digest_names_nothing(opened: tuple[Store, DeviceApi, bytes]) -
     )
     identity = make_identity("d", b"", RUN)
     identity.secret = api.check_in(service_pb2.CheckInRequest(identity=identity, profile=profile)).secret
-    assert api.downloads.open(service_pb2.DownloadRequest(identity=identity, sha256=digest))[0].sha256 == digest
+    assert api.downloads.open(service_pb2.DownloadRequest(identity=identity, sha256=digest)).payload.sha256 == digest
     with pytest.raises(RefusedError) as error:
         api.downloads.open(service_pb2.DownloadRequest(identity=identity, sha256=b""))
     assert error.value.code == Code.NOT_FOUND

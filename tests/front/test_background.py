@@ -20,6 +20,8 @@ from support.processes import PATIENCE_SECONDS
 from support.wire_samples import make_payload
 
 from fleetdistill.errors import StoreError
+from fleetdistill.wire.codec import Payload
+from fleetdistill.wire.payload import chunks
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.front.device_service import WAKES_PER_SECOND, DeviceService
 from fleetdistill_server.front.server import _guard
@@ -162,25 +164,57 @@ def test_uploads_holding_all_their_threads_block_no_other_call() -> None:
     asyncio.run(beat())
 
 
-def test_a_download_that_is_closed_at_its_header_is_counted() -> None:
-    counted: list[Counted] = []
+class Link:
+    """The context of a download; it breaks after some messages."""
+
+    def __init__(self, most: int = 1000) -> None:
+        self.messages: list[service_pb2.DownloadResponse] = []
+        self._most = most
+
+    async def write(self, message: bytes) -> None:
+        if len(self.messages) == self._most:
+            raise asyncio.CancelledError
+        self.messages.append(service_pb2.DownloadResponse.FromString(message))
+
+
+def download(payload: Payload, link: Link) -> list[Counted]:
+    """Sends a payload over a link; returns what is counted."""
+    counts: list[Counted] = []
 
     class OneDownload:
         def open(self, request: object) -> object:
-            return make_payload(), Sending(iter(()), make_payload().slots, counted.append)
+            return Sending(payload, chunks(payload.source, payload.slots), counts.append)
 
     api = DeviceApi(Store.in_memory())
     api.downloads = cast(Downloads, OneDownload())
 
-    async def close() -> None:
+    async def send() -> None:
         with ThreadPoolExecutor(1) as pool:
-            service = DeviceService(api, pool)
-            responses = service.Download(service_pb2.DownloadRequest(identity=service_pb2.Identity(run=RUN)), None)
-            assert service_pb2.DownloadResponse.FromString(await anext(responses)).HasField("header")
-            await responses.aclose()
+            request = service_pb2.DownloadRequest(identity=service_pb2.Identity(run=RUN))
+            await DeviceService(api, pool).Download(request, link)
 
-    asyncio.run(close())
-    assert counted == [Counted()]
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(send())
+    return counts
+
+
+@pytest.mark.parametrize("sent", [0, 1, 3])
+def test_a_download_that_breaks_is_counted_once(sent: int) -> None:
+    link = Link(sent)
+    assert len(download(make_payload(), link)) == 1
+    assert [message.HasField("header") for message in link.messages] == [True, False, False][:sent]
+
+
+@pytest.mark.parametrize("rows", [4, 200_000])
+def test_a_download_sends_every_chunk_and_is_counted_once(rows: int) -> None:
+    """The large payload is more than what is made ready at once."""
+    payload, link = make_payload(rows), Link()
+    (counted,) = download(payload, link)
+    header, *others = link.messages
+    assert header.header == payload.header()
+    assert sum(len(message.chunk.data) for message in others) == payload.data_bytes == counted.tensor.total()
+    places = [(message.chunk.tensor, message.chunk.offset) for message in others]
+    assert places == sorted(set(places))
 
 
 # --- waking devices

@@ -123,7 +123,7 @@ def download(api: DeviceApi, payload: Payload, compressions: list[Any], first_by
     request = service_pb2.DownloadRequest(
         identity=IDENTITY, sha256=payload.sha256, first_byte=first_byte, compressions=compressions
     )
-    return api.downloads.open(request)[1]
+    return api.downloads.open(request)
 
 
 @pytest.mark.parametrize(("offered", "packed"), [([], False), ([9], False), ([ZSTD], True)])

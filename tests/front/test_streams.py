@@ -57,6 +57,10 @@ def ignore(message: int) -> None:
     """Work that does nothing."""
 
 
+def nothing() -> None:
+    """An end without work."""
+
+
 async def turns(count: int = 50) -> None:
     """Lets the others do what they can without new input."""
     for _ in range(count):
@@ -68,7 +72,8 @@ def test_everything_is_processed_once_and_in_order(pool: ThreadPoolExecutor, cou
     result: list[int] = []
 
     async def work() -> None:
-        await Lane(pool, result.append).process(Source(count).messages())
+        lane = Lane(pool, result.append, lambda: len(result))
+        assert await lane.process(Source(count).messages()) == count, "the end comes last"
 
     run(work())
     assert result == list(range(count))
@@ -83,7 +88,7 @@ def test_stream_reads_ahead_while_processing_only_up_to_a_limit(pool: ThreadPool
         go_on.wait(PATIENCE_SECONDS)
 
     async def work() -> None:
-        task = asyncio.create_task(Lane(pool, wait).process(source.messages()))
+        task = asyncio.create_task(Lane(pool, wait, nothing).process(source.messages()))
         while not begun.is_set():
             await asyncio.sleep(0)
         await turns()
@@ -103,7 +108,7 @@ def test_message_is_processed_at_once_even_if_none_follows(pool: ThreadPoolExecu
         await asyncio.Event().wait()
 
     async def work() -> None:
-        task = asyncio.create_task(Lane(pool, setting(done)).process(stalled()))
+        task = asyncio.create_task(Lane(pool, setting(done), nothing).process(stalled()))
         while not done.is_set():
             await asyncio.sleep(0.001)
         task.cancel()
@@ -115,11 +120,22 @@ def test_what_came_before_an_error_is_processed_first(pool: ThreadPoolExecutor) 
     result: list[int] = []
 
     async def work() -> None:
-        await Lane(pool, result.append).process(Source(3, ConnectionError("gone")).messages())
+        await Lane(pool, result.append, nothing).process(Source(3, ConnectionError("gone")).messages())
 
     with pytest.raises(ConnectionError, match="gone"):
         run(work())
     assert result == [0, 1, 2]
+
+
+def test_an_error_of_the_end_is_that_of_the_stream(pool: ThreadPoolExecutor) -> None:
+    def fail() -> None:
+        raise ValueError("incomplete")
+
+    async def work() -> None:
+        await Lane(pool, ignore, fail).process(Source(1).messages())
+
+    with pytest.raises(ValueError, match="incomplete"):
+        run(work())
 
 
 def test_an_error_of_the_work_ends_a_stream_that_stalls(pool: ThreadPoolExecutor) -> None:
@@ -135,7 +151,7 @@ def test_an_error_of_the_work_ends_a_stream_that_stalls(pool: ThreadPoolExecutor
         raise ValueError("wrong")
 
     async def work() -> None:
-        await Lane(pool, fail).process(stalled())
+        await Lane(pool, fail, nothing).process(stalled())
 
     with pytest.raises(ValueError, match="wrong"):
         run(work())
@@ -152,9 +168,9 @@ def test_a_fast_stream_does_not_keep_the_only_thread(pool: ThreadPoolExecutor) -
             await asyncio.sleep(0)
 
     async def work() -> None:
-        first = asyncio.create_task(Lane(pool, ignore).process(endless()))
+        first = asyncio.create_task(Lane(pool, ignore, nothing).process(endless()))
         await turns()
-        await Lane(pool, setting(other)).process(Source(1).messages())
+        await Lane(pool, setting(other), nothing).process(Source(1).messages())
         await first
 
     run(work())
@@ -170,7 +186,7 @@ def test_a_cancelled_stream_leaves_no_reader_and_no_work_behind(pool: ThreadPool
 
     async def work() -> None:
         source = Source(100 * AHEAD)
-        task = asyncio.create_task(Lane(pool, wait).process(source.messages()))
+        task = asyncio.create_task(Lane(pool, wait, nothing).process(source.messages()))
         while not begun.is_set():
             await asyncio.sleep(0)
         task.cancel()

@@ -293,7 +293,7 @@ class ApiTarget:
         return service_pb2.DownloadRequest(identity=self._identity, sha256=bytes(32), first_byte=0)
 
     def _download(self, request: service_pb2.DownloadRequest) -> None:
-        for _ in self._api.downloads.open(request)[1]:
+        for _ in self._api.downloads.open(request):
             pass
 
 

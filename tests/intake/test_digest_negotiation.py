@@ -96,8 +96,8 @@ def files(tmp_path: Path) -> Fleet:
 def test_the_payload_of_an_ask_is_downloaded_with_both_digests(files: Fleet) -> None:
     identity, payload = files.join(), make_payload()
     files.ask(payload=payload)
-    result, _ = files.api.downloads.open(service_pb2.DownloadRequest(identity=identity, sha256=payload.sha256))
-    assert result.header() == with_blake3(payload).header()
+    sending = files.api.downloads.open(service_pb2.DownloadRequest(identity=identity, sha256=payload.sha256))
+    assert sending.payload.header() == with_blake3(payload).header()
     files.store.close()
 
 
@@ -108,8 +108,8 @@ def test_a_payload_of_an_older_server_has_its_sha256_alone(files: Fleet) -> None
     staging.append(data_of(payload))
     staging.commit(payload.sha256)
     files.ask(payload=payload)
-    result, _ = files.api.downloads.open(service_pb2.DownloadRequest(identity=identity, sha256=payload.sha256))
-    assert result.header() == payload.header()
+    sending = files.api.downloads.open(service_pb2.DownloadRequest(identity=identity, sha256=payload.sha256))
+    assert sending.payload.header() == payload.header()
     assert files.store.blobs.open(payload.sha256, verify=True).header() == payload.header()
     files.store.close()
 

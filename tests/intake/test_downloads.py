@@ -26,7 +26,8 @@ from fleetdistill_server.store.store import Store
 
 def fetch(fleet: Fleet, identity: service_pb2.Identity, sha256: bytes, first_byte: int = 0) -> tuple[Payload, bytes]:
     request = service_pb2.DownloadRequest(identity=identity, sha256=sha256, first_byte=first_byte)
-    payload, chunks = fleet.api.downloads.open(request)
+    chunks = fleet.api.downloads.open(request)
+    payload = chunks.payload
     return payload, b"".join(chunk.data for chunk in chunks)
 
 

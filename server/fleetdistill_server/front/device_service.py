@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 from fleetdistill.errors import FleetDistillError, RefusedError
-from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.framing import frame
 from fleetdistill.wire.payload import CHUNK_BYTES, Chunk
@@ -162,52 +160,48 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
     async def Upload(
         self, request_iterator: AsyncIterator[Chunk | service_pb2.UploadRequest], context: Any
     ) -> service_pb2.UploadResponse:
-        upload = _Upload(self._api)
+        upload = _Upload(self._api, self._meter)
+        receipt = None
         try:
             with self._spans.of_call("receive upload", upload.call, context):
                 timely = with_progress_deadline(request_iterator, self._limits.stall_seconds, upload.held, CHUNK_BYTES)
-                await Lane(self._uploads, refusing(upload.take)).process(timely)
-                arrived = time.monotonic()
-                receipt = await in_pool(self._uploads, context, upload.finish)
-                self._meter.receipt_took(time.monotonic() - arrived)
+                receipt = await Lane(self._uploads, refusing(upload.take), refusing(upload.finish)).process(timely)
                 return service_pb2.UploadResponse(receipt=receipt)
         except FleetDistillError as error:
             await abort(context, error)
         finally:
-            # In the pool, because it may wait for an fsync. At shutdown neither the pool nor the session exists.
-            with contextlib.suppress(RuntimeError):
-                self._uploads.submit(upload.abandon)
+            if receipt is None:
+                # In the pool, because it may wait for an fsync. At shutdown neither the pool nor the session exists.
+                with contextlib.suppress(RuntimeError):
+                    self._uploads.submit(upload.abandon)
 
-    async def Download(  # type: ignore[override]  # sends serialised messages, see `RawChunks`
-        self, request: service_pb2.DownloadRequest, context: Any
-    ) -> AsyncGenerator[bytes, None]:
-        (payload, chunks), who = await self._call(context, lambda: self._open_download(request))
+    async def Download(self, request: service_pb2.DownloadRequest, context: Any) -> None:  # type: ignore[override]
+        """Sends serialised messages, see `RawChunks`, and prepares the next ones while these are sent."""
+        chunks, made, who = await self._call(context, lambda: self._open_download(request))
         async with self._open_call(context, who):
             try:
                 with self._spans.of_call("send payload", Call(request.identity, request.sha256), context):
-                    yield service_pb2.DownloadResponse(header=payload.header()).SerializeToString()
-                    async with contextlib.aclosing(self._ahead(context, chunks)) as responses:
-                        async for response in responses:
-                            yield response
+                    while made:
+                        work = partial(_next_responses, chunks) if chunks.left > 0 else chunks.end
+                        making = asyncio.ensure_future(self._call(context, work))
+                        try:
+                            for response in made:
+                                await context.write(response)
+                            made = await making
+                        finally:
+                            making.cancel()
             finally:
-                with contextlib.suppress(RuntimeError):  # at shutdown the pool no longer exists
-                    self._pool.submit(chunks.end)
+                if made is not None:  # the stream is broken
+                    with contextlib.suppress(RuntimeError):  # at shutdown the pool no longer exists
+                        self._pool.submit(chunks.end)
 
-    def _open_download(self, request: service_pb2.DownloadRequest) -> tuple[tuple[Payload, Sending], DeviceKey]:
+    def _open_download(self, request: service_pb2.DownloadRequest) -> tuple[Sending, list[bytes] | None, DeviceKey]:
+        """Returns the chunks, the header and the first of them as messages, and the device's key."""
         identity = request.identity
-        return self._api.downloads.open(request), (self._api.sessions.run_name(identity.run), identity.device)
-
-    async def _ahead(self, context: Any, chunks: Sending) -> AsyncGenerator[bytes, None]:
-        """Yields the chunks as serialised messages, and prepares the next ones while these are sent."""
-        make = partial(_next_responses, chunks)
-        making = asyncio.ensure_future(self._call(context, make))
-        try:
-            while batch := await making:
-                making = asyncio.ensure_future(self._call(context, make))
-                for response in batch:
-                    yield response
-        finally:
-            making.cancel()
+        chunks = self._api.downloads.open(request)
+        header = service_pb2.DownloadResponse(header=chunks.payload.header()).SerializeToString()
+        made = [header, *_next_responses(chunks)]
+        return chunks, made, (self._api.sessions.run_name(identity.run), identity.device)
 
     async def _call(self, context: Any, work: Callable[[], T]) -> T:
         return await in_pool(self._pool, context, work)
@@ -237,9 +231,10 @@ class DeviceService(service_pb2_grpc.DeviceServiceServicer):
 class _Upload:
     """One upload stream: a header, then chunks."""
 
-    def __init__(self, api: DeviceApi) -> None:
+    def __init__(self, api: DeviceApi, meter: Meter) -> None:
         self.call = Call()
         self._api = api
+        self._meter = meter
         self._lock = threading.Lock()
         self._session: UploadSession | RepeatedUpload | None = None
 
@@ -265,8 +260,10 @@ class _Upload:
         """Completes the upload and returns its receipt."""
         if self._session is None:
             raise RefusedError(Code.BAD_MESSAGE, "an upload stream must begin with its header")
-        self.call.committing = time.time_ns()
-        return self._session.finish()
+        self.call.committing, arrived = time.time_ns(), time.monotonic()
+        receipt = self._session.finish()
+        self._meter.receipt_took(time.monotonic() - arrived)
+        return receipt
 
     def abandon(self) -> None:
         """Ends the stream after the message in progress."""
@@ -275,5 +272,12 @@ class _Upload:
                 self._session.abandon()
 
 
-def _next_responses(chunks: Iterator[Chunk]) -> list[bytes]:
-    return [frame(chunk) for chunk in itertools.islice(chunks, AHEAD)]
+def _next_responses(chunks: Sending) -> list[bytes]:
+    """Returns the next chunks as messages: `AHEAD` large ones, or as many small ones as have the same size."""
+    stop = max(chunks.left - AHEAD * CHUNK_BYTES, 0)
+    responses = []
+    for chunk in chunks:
+        responses.append(frame(chunk))
+        if chunks.left <= stop:
+            break
+    return responses

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import grpc
 
@@ -15,7 +15,7 @@ from fleetdistill.wire.codes import DETAILS, MEANINGS, Code, rich_status
 from fleetdistill_server.logs import Interruption
 
 T = TypeVar("T")
-U = TypeVar("U")
+P = ParamSpec("P")
 logger = logging.getLogger("fleetdistill.server.refusals")
 _away = Interruption(logger, "calls fail, and devices retry them: %s", "calls no longer fail for want of the store")
 
@@ -37,12 +37,12 @@ async def ended(context: Any, work: Awaitable[T]) -> T:
     return result
 
 
-def refusing(work: Callable[[U], T]) -> Callable[[U], T]:
+def refusing(work: Callable[P, T]) -> Callable[P, T]:
     """Returns a function like `work` that raises only errors from the table."""
 
-    def checked(argument: U) -> T:
+    def checked(*given: P.args, **named: P.kwargs) -> T:
         try:
-            return work(argument)
+            return work(*given, **named)
         except FleetDistillError:
             raise
         except Exception:

@@ -15,9 +15,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import FleetDistillError, RefusedError, StoreError
 from fleetdistill.wire.codes import Code
@@ -34,7 +35,6 @@ from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.front")
 _REFRESH_SECONDS = 1.0
-T = TypeVar("T")
 
 
 class Revocations(Protocol):
@@ -96,7 +96,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
     """Checks every call against `CALLS`, the certificate's expiry and the revocations.
 
     Of the server's interceptors only `interceptors.MeasuredCalls` may precede `Guard`. `receiving.Receiver` reads the
-    request after these checks.
+    request after these checks, and bytes that are no message of the method end the call with `bad-message`.
 
     Args:
         revocations: Revocations, asked in the event loop for each call and message, so a lookup must not wait.
@@ -145,7 +145,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
 
     async def _wrong_port(self, method: str, requests: AsyncIterator[bytes], context: Any) -> None:
         """Rejects a known method that this port does not serve."""
-        await _or_abort(context, self.admit, method, context)
+        try:
+            self.admit(method, context)
+        except FleetDistillError as error:
+            await abort(context, error)
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is served on the other port")
 
     def stay_open(self, method: str, caller: str) -> contextlib.AbstractContextManager[object]:
@@ -223,7 +226,6 @@ class _Guarded:
                 checked = _Context(context, self._guard, holder)
                 async with contextlib.aclosing(self._work(request, checked)) as answers:
                     async for answer in answers:
-                        self._guard.check_valid(holder)
                         await checked.write(answer)
         except FleetDistillError as error:
             await self._refuse(requests, context, error, request)
@@ -236,7 +238,7 @@ class _Guarded:
             with contextlib.suppress(FleetDistillError):
                 caller = _caller(context, holder_in(context))
                 data = await self._guard.receiver.first(requests, self._method, caller)
-                request = self._handler.request_deserializer(data)
+                request = self._parse(data)
         self._guard.on_refusal(self._method, context, error, request)
         await abort(context, error)
 
@@ -246,16 +248,23 @@ class _Guarded:
         receiver = self._guard.receiver
         if self._handler.request_streaming:
             return holder, self._requests(receiver.all(requests, self._method, caller), holder)
-        request = self._handler.request_deserializer(await receiver.first(requests, self._method, caller))
+        request = self._parse(await receiver.first(requests, self._method, caller))
         return self._guard.verified_holder(request, holder), request
 
     async def _requests(self, requests: AsyncIterator[bytes], holder: Holder | None) -> AsyncIterator[Any]:
         """Raises errors in the method that reads the requests, because a call can end only once."""
         async for data in requests:
-            request = self._handler.request_deserializer(data)
+            request = self._parse(data)
             holder = self._guard.verified_holder(request, holder)
             self._guard.check_valid(holder)
             yield request
+
+    def _parse(self, data: bytes) -> Any:
+        """Parses a request. For undecodable bytes gRPC itself would log a stack trace, which could fill the log."""
+        try:
+            return self._handler.request_deserializer(data)
+        except DecodeError:
+            raise RefusedError(Code.BAD_MESSAGE, "the request is not a message of this protocol") from None
 
 
 class _Context:
@@ -267,8 +276,8 @@ class _Context:
         self._holder = holder
 
     async def write(self, message: Any) -> None:
-        """Sends a message of a stream."""
-        await _or_abort(self._context, self._guard.check_valid, self._holder)
+        """Sends a message of a stream. Raises RefusedError if the caller's certificate is no longer valid."""
+        self._guard.check_valid(self._holder)
         seconds = self._guard.stall_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -279,13 +288,6 @@ class _Context:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
-
-
-async def _or_abort(context: Any, check: Callable[..., T], *arguments: Any) -> T:
-    try:
-        return check(*arguments)
-    except FleetDistillError as error:
-        await abort(context, error)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from fleetdistill_server.extras import load_part
 from fleetdistill_server.front.device_service import DeviceService
 from fleetdistill_server.front.grpc_options import channel_options, enrolment_options
 from fleetdistill_server.front.guard import Guard, holder_in, open_guard
-from fleetdistill_server.front.interceptors import RawChunks, RefuseUndecodable
+from fleetdistill_server.front.interceptors import RawChunks
 from fleetdistill_server.front.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES
 from fleetdistill_server.front.tls import Ports, add_services, listen_on
 from fleetdistill_server.intake.device_api import DeviceApi
@@ -186,7 +186,7 @@ async def _make_server(
     """Returns a server with the services that are also offered in plain text."""
     options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), *OPTIONS, *channel_options(limits)]
     server = grpc.aio.server(
-        interceptors=[*_measure(meter), guard, RefuseUndecodable(), RawChunks()],
+        interceptors=[*_measure(meter), guard, RawChunks()],
         options=options,
         maximum_concurrent_rpcs=2 * limits.open_calls,
     )
@@ -206,7 +206,7 @@ def _limited_enrolment_server(guard: Guard, limits: Limits, meter: Meter | None)
     Callers are unauthenticated, so the size and number of messages are limited.
     """
     options = [("grpc.max_receive_message_length", ENROLMENT_BYTES), *OPTIONS, *enrolment_options(limits)]
-    return grpc.aio.server(interceptors=[*_measure(meter), guard, RefuseUndecodable()], options=options)
+    return grpc.aio.server(interceptors=[*_measure(meter), guard], options=options)
 
 
 async def _pass_wakeups(wakeups: Wakeups, service: DeviceService) -> None:

@@ -15,6 +15,7 @@ from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 AHEAD = 4
 """Largest number of messages of one stream that wait for a thread."""
@@ -28,8 +29,8 @@ class _End:
     error: Exception | None
 
 
-class Lane(Generic[T]):
-    """Processes the messages of one stream.
+class Lane(Generic[T, R]):
+    """Processes the messages of one stream, and then its end.
 
     A thread takes messages as long as there are any, so that a fast stream does not wait for the event loop between
     them. A stream without messages occupies no thread.
@@ -37,27 +38,29 @@ class Lane(Generic[T]):
     Args:
         pool: Threads that process messages.
         work: Processes one message.
+        end: Called after the last message of a stream without an error; its result is that of the stream.
     """
 
-    def __init__(self, pool: ThreadPoolExecutor, work: Callable[[T], object]) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, work: Callable[[T], object], end: Callable[[], R]) -> None:
         self._pool = pool
         self._work = work
+        self._end = end
         self._loop = asyncio.get_running_loop()
-        self._outcome: asyncio.Future[None] = self._loop.create_future()
+        self._outcome: asyncio.Future[R] = self._loop.create_future()
         self._room = asyncio.Event()
         self._lock = threading.Lock()
         self._waiting: deque[T | _End] = deque()
         self._busy = self._closed = False
 
-    async def process(self, messages: AsyncIterator[T]) -> None:
-        """Reads and processes all messages.
+    async def process(self, messages: AsyncIterator[T]) -> R:
+        """Reads and processes all messages; returns the result of `end`.
 
         Raises:
-            Exception: An error of `work`, or of `messages` after the messages that preceded it.
+            Exception: An error of `work` or `end`, or of `messages` after the messages that preceded it.
         """
         reader = asyncio.create_task(self._read(messages))
         try:
-            await self._outcome
+            return await self._outcome
         finally:
             self._closed = True
             reader.cancel()
@@ -91,12 +94,14 @@ class Lane(Generic[T]):
                 if item is None:
                     return
                 if isinstance(item, _End):
-                    self._finish(item.error)
+                    if item.error is not None:
+                        raise item.error
+                    self._call(self._set_result, self._end())
                     return
                 self._work(item)
             self._pool.submit(self._take_turn)
         except BaseException as error:
-            self._finish(error)
+            self._call(self._set_error, error)
 
     def _next(self) -> T | _End | None:
         with self._lock:
@@ -109,15 +114,12 @@ class Lane(Generic[T]):
             self._call(self._room.set)
         return item
 
-    def _finish(self, error: BaseException | None) -> None:
-        self._call(self._set_outcome, error)
+    def _set_result(self, result: R) -> None:
+        if not self._outcome.done():  # else the call was cancelled
+            self._outcome.set_result(result)
 
-    def _set_outcome(self, error: BaseException | None) -> None:
-        if self._outcome.done():  # the call was cancelled
-            return
-        if error is None:
-            self._outcome.set_result(None)
-        else:
+    def _set_error(self, error: BaseException) -> None:
+        if not self._outcome.done():
             self._outcome.set_exception(error)
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:

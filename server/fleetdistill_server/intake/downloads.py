@@ -43,12 +43,11 @@ class Downloads:
         self._last = b"", Counted()  # counts of the payload that was handed over last: often all devices get it
         self._damaged: set[bytes] = set()  # digests with a recorded event
 
-    def open(self, request: service_pb2.DownloadRequest) -> tuple[Payload, Sending]:
+    def open(self, request: service_pb2.DownloadRequest) -> Sending:
         """Opens a payload for download.
 
         Returns:
-            The payload, and its chunks from the requested byte on. Call `end` on the chunks if the device stops
-            reading early.
+            The payload with its chunks from the requested byte on. Call its `end` if the device stops reading early.
 
         Raises:
             RefusedError: The payload is not part of the device's asks or contract, or has been deleted.
@@ -57,7 +56,7 @@ class Downloads:
         payload, count = self._find(request.identity, request.sha256)
         packed = choose(self._compression, request.compressions)
         chunks = wire.chunks(payload.source, payload.slots, request.first_byte, packed)
-        return payload, Sending(chunks, payload.slots, count)
+        return Sending(payload, chunks, count, request.first_byte)
 
     def hand_over(self, identity: service_pb2.Identity, sha256: bytes) -> Payload:
         """Returns a payload to a device in this process, and counts the bytes that it would have on a network.
@@ -114,8 +113,7 @@ class Downloads:
                 raise
             text = f"device {device}: payload {wanted.hex()} was deleted because its round is over"
             raise RefusedError(Code.NOT_FOUND, text) from error
-        header_bytes = payload.header().ByteSize()
-        number = ask.round if ask else 0
+        header_bytes, number = payload.header_bytes, ask.round if ask else 0
         self._note_time(ask, DOWNLOAD)
 
         def count(sent: Counted) -> None:

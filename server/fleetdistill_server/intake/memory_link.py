@@ -59,8 +59,8 @@ class MemoryLink:
         request = service_pb2.DownloadRequest(
             identity=identity, sha256=sha256, first_byte=first_byte, compressions=offered()
         )
-        payload, chunks = self._api.downloads.open(request)
-        return payload.header(), chunks
+        sending = self._api.downloads.open(request)
+        return sending.payload.header(), sending
 
     def interrupt(self) -> None:
         return

@@ -43,8 +43,8 @@ def tensor_bytes(slots: Sequence[Slot], stop: int | None = None) -> Counter[str]
 def counted(payload: Payload, compression: knowledge_pb2.Compression.ValueType) -> Counted:
     """Returns the byte counts of a payload that is handed over in one process, as if it were sent in chunks."""
     result = Counted(tensor_bytes(payload.slots))
-    for chunk in wire.chunks(payload.source, payload.slots, 0, compression):
-        result.sent[payload.slots[chunk.tensor].kind] += len(chunk.data)
+    for number, _, data, _ in wire.packed(payload.source, payload.slots, 0, compression):
+        result.sent[payload.slots[number].kind] += len(data)
     return result
 
 
@@ -52,14 +52,22 @@ class Sending(Iterator[Chunk]):
     """Iterator over the chunks of a download that counts the bytes taken.
 
     Args:
-        chunks: Chunks from `fleetdistill.wire.payload.chunks`.
-        slots: Positions of the payload's tensors.
-        done: Called exactly once with the byte counts, when the last chunk is taken or `end` is called.
+        payload: The payload.
+        chunks: Its chunks, from `fleetdistill.wire.payload.chunks`.
+        done: Called exactly once with the byte counts, when there are no more chunks or `end` is called.
+        first_byte: Offset of the first chunk in the payload's data.
+
+    Attributes:
+        payload: As in the arguments.
+        left: Number of bytes of the payload's data that are not taken yet.
     """
 
-    def __init__(self, chunks: Iterator[Chunk], slots: Sequence[Slot], done: Callable[[Counted], None]) -> None:
+    def __init__(
+        self, payload: Payload, chunks: Iterator[Chunk], done: Callable[[Counted], None], first_byte: int = 0
+    ) -> None:
+        self.payload = payload
+        self.left = payload.data_bytes - first_byte
         self._chunks = chunks
-        self._slots = slots
         self._done = done
         self._counted = Counted()
         self._lock = threading.Lock()
@@ -76,8 +84,9 @@ class Sending(Iterator[Chunk]):
         return chunk
 
     def _count(self, chunk: Chunk) -> None:
-        slot = self._slots[chunk.tensor]
+        slot = self.payload.slots[chunk.tensor]
         size = min(CHUNK_BYTES, slot.nbytes - chunk.offset)
+        self.left -= size
         self._counted.tensor[slot.kind] += size
         self._counted.sent[slot.kind] += len(chunk.data)
 
