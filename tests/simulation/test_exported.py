@@ -13,10 +13,12 @@ import onnxruntime
 import pytest
 from support.fleets import RUNS, SMALL
 from support.long import long_except
+from support.onnx_traces import traced_models
 from typer.testing import CliRunner
 
 from fleetdistill.knowledge import DELIVER
 from fleetdistill.methods import device_class
+from fleetdistill.training.onnx_graphs import Graphs
 from fleetdistill_lab.simulation import show
 from fleetdistill_lab.simulation.fleet import Interrupted, simulate
 from fleetdistill_lab.simulation.folder import saved_simulation
@@ -112,6 +114,26 @@ def test_a_files_accuracy_is_the_devices(name: str, share: float, tmp_path: Path
             rate = accuracy_of(tmp_path / file, scored)
             own = device.accuracy_fleet if variant == "general" else device.further[variant]["accuracy"]
             assert own == pytest.approx(rate, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", long_except(RUNS, "fedavg", "classstats with a trained predictor"))
+def test_an_architecture_is_traced_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the files answer like those that are traced each for itself."""
+    traced = traced_models(monkeypatch)
+    wanted = replace(RUNS[name], devices=6, train_limit=max(RUNS[name].train_limit or 0, 300), out=tmp_path)
+    simulate(replace(wanted, export="all"))
+    assert len(traced) == len(set(traced))
+    filled, once = {file: (tmp_path / file).read_bytes() for file in written(tmp_path)}, len(traced)
+    monkeypatch.setattr(Graphs, "write", lambda *given: False)
+    simulate(replace(wanted, export="all"), if_there="resume")
+    assert len(traced) - once > once
+    inputs = np.random.default_rng(0).random((5, 1, 8, 8), np.float32)
+    for file, data in filled.items():
+        own, other = (
+            onnxruntime.InferenceSession(model).run(["logits"], {"input": inputs})[0]
+            for model in (data, (tmp_path / file).read_bytes())
+        )
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("durable", [False, pytest.param(True, marks=pytest.mark.long)])

@@ -59,6 +59,7 @@ from fleetdistill.training.model import (
 )
 from fleetdistill.training.onnx_export import export_onnx
 from fleetdistill.training.onnx_file import OnnxReport
+from fleetdistill.training.onnx_graphs import Graphs
 from fleetdistill.training.parameters import state_tensors, take_weights
 from fleetdistill.training.proxy_set import proxy_data, proxy_of
 from fleetdistill.training.randomness import own_randomness
@@ -181,6 +182,7 @@ class TorchCompute(DeliveringCompute[nn.Module]):
     Attributes:
         module: The model that trains.
         method: The device half of the run's method.
+        graphs: Graphs that devices of one process share for their exports; None to trace each model.
 
     Raises:
         ModelError: The model is invalid or does not fit the run.
@@ -217,6 +219,7 @@ class TorchCompute(DeliveringCompute[nn.Module]):
         self.method = _method_of(contract, self._config, local)
         self._own = self._in_use = self.method.own_variant
         self._delivered = {self._own: copy.deepcopy(self.module)}
+        self.graphs: Graphs | None = None
         self._received: nn.Module | None = None  # the fleet's model of this round, before the decision
 
     def _describe_model(self, profile: contract_pb2.DeviceProfile) -> None:
@@ -412,7 +415,13 @@ class TorchCompute(DeliveringCompute[nn.Module]):
         settings = self._deployment
         samples = torch.from_numpy(self._first_inputs)
         return export_onnx(
-            model.eval(), path, samples, metadata, opset=settings.opset, dynamic_size=settings.dynamic_size
+            model.eval(),
+            path,
+            samples,
+            metadata,
+            opset=settings.opset,
+            dynamic_size=settings.dynamic_size,
+            graphs=self.graphs,
         )
 
 

@@ -2,30 +2,17 @@
 
 The file is renamed to its final name only after onnx's checker has accepted it and onnxruntime has reproduced the
 model's logits on real samples. If a step fails, an existing file remains unchanged.
-
-We trace with `torch.onnx.export(dynamo=False)`. Measured with torch 2.15 on one core, digits and ResNet12 alike:
-
-| exporter | first export | second export | memory on top of torch's 530 MB |
-|---|---|---|---|
-| `dynamo=False` (TorchScript) | 0.08 to 0.19 s | 0.01 to 0.03 s | 35 to 40 MB |
-| `dynamo=True` (torch.export) | 2.9 to 3.2 s | 0.6 to 1.2 s | 235 MB |
-
-A device exports next to the app, so time and memory are decisive. The tracer also does not need onnxscript. The other
-exporter rejects data-dependent control flow, where the tracer follows the branch of its example; the comparison on real
-samples detects such a model, and the tracer's warnings about it are not suppressed.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-import re
 import tempfile
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,11 +22,11 @@ from fleetdistill.errors import ExportError
 from fleetdistill.knowledge import Array
 from fleetdistill.state.durable import rename_durably
 from fleetdistill.training.onnx_file import OnnxReport, Reference, compare, doing, facts, finish, temporary_beside
+from fleetdistill.training.onnx_graphs import BATCH, OPSET, Graphs, trace
 
 __all__ = ["onnx_bytes"]
 
 _FEATURES_TOLERANCE = 1e-3  # logarithms of values near 0 differ more than logits
-_OPSET = 18  # fixed, so that files of a newer torch load in the fleet's existing onnxruntime
 _PYTORCH = Reference(
     "PyTorch",
     "the model fixes the batch size in Python code; take it from tensors instead",
@@ -58,6 +45,7 @@ def export_onnx(
     *,
     opset: int | None = None,
     dynamic_size: bool = False,
+    graphs: Graphs | None = None,
 ) -> OnnxReport:
     """Writes a model as ONNX after comparing onnxruntime's logits with the model's on real samples.
 
@@ -76,6 +64,8 @@ def export_onnx(
         opset: Opset of the file; None for 18.
         dynamic_size: Whether all dimensions of an input but the first are free, too. The outputs are also compared on
             inputs of another size.
+        graphs: Graphs of earlier exports, in which models of the same architecture only change the weights; None to
+            trace each model. A file with a wrong answer is traced again.
 
     Raises:
         ExportError: The export or the check fails, outputs differ, or the file cannot be written.
@@ -89,9 +79,21 @@ def export_onnx(
             expected = [twin(batch) for batch in batches]
         for logits, batch in zip(reversed(expected), reversed(batches), strict=True):
             _check_logits(logits, batch)
-        _trace(twin, batches[-1], temporary, opset=opset or _OPSET, free=_free(samples, dynamic_size))
-        size = finish(temporary, {**facts(samples.shape[1:], expected[-1].shape[1]), **metadata})
-        difference = compare(temporary, _arrays(batches), _arrays(expected), tolerance, _PYTORCH)
+        wanted = opset or OPSET, _free(samples, dynamic_size)
+        properties = {**facts(samples.shape[1:], expected[-1].shape[1]), **metadata}
+
+        def checked() -> tuple[int, float]:
+            size = finish(temporary, properties)
+            return size, compare(temporary, _arrays(batches), _arrays(expected), tolerance, _PYTORCH)
+
+        result = None
+        if graphs is not None and graphs.write(twin, batches[-1], temporary, *wanted):
+            with suppress(ExportError):
+                result = checked()
+        if result is None:
+            trace(twin, batches[-1], temporary, opset=wanted[0], free=wanted[1])
+            result = checked()
+        size, difference = result
         with doing(f"writing {path}"):
             rename_durably(temporary, path)
     return OnnxReport(path=path, max_difference=difference, samples=len(samples), bytes=size)
@@ -116,7 +118,7 @@ def onnx_bytes(module: nn.Module, input_shape: Sequence[int]) -> bytes:
         twin = _cpu_copy(module)
         with doing("running the extractor in PyTorch"):
             expected = [twin(batch) for batch in batches]
-        _trace(twin, batches[-1], path, "features")
+        trace(twin, batches[-1], path, "features")
         finish(path, {})
         compare(path, _arrays(batches), _arrays(expected), _FEATURES_TOLERANCE, _PYTORCH, "features")
         return path.read_bytes()
@@ -150,7 +152,7 @@ def _enlarge(samples: Tensor) -> list[Tensor]:
 
 def _free(samples: Tensor, dynamic_size: bool) -> dict[int, str]:
     """Returns the names of an input's free dimensions, by position."""
-    return {0: "batch", **({item: f"size_{item - 1}" for item in range(2, samples.ndim)} if dynamic_size else {})}
+    return {**BATCH, **({item: f"size_{item - 1}" for item in range(2, samples.ndim)} if dynamic_size else {})}
 
 
 def _check_logits(logits: Any, batch: Tensor) -> None:
@@ -167,33 +169,6 @@ def _cpu_copy(model: nn.Module) -> nn.Module:
     with doing("copying the model to the CPU"):
         twin = copy.deepcopy(model).to(device="cpu", dtype=torch.float32)
         return twin.to(memory_format=torch.contiguous_format).eval()
-
-
-def _trace(
-    twin: nn.Module,
-    batch: Tensor,
-    path: Path,
-    output: str = "logits",
-    *,
-    opset: int = _OPSET,
-    free: Mapping[int, str] = MappingProxyType({0: "batch"}),
-) -> None:
-    """Writes the traced graph of one batch, with a free batch size; `free` names all free dimensions of the input."""
-    with doing("tracing the model"), warnings.catch_warnings():
-        # Suppress torch's warnings about its own exporter only; warnings about the model's code must reach the app.
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module=rf"torch\.|{re.escape(__name__)}$")
-        warnings.filterwarnings("ignore", message="Constant folding - Only steps=1")  # from padding; the rest is folded
-        torch.onnx.export(
-            twin,
-            (batch,),
-            str(path),
-            dynamo=False,
-            verbose=False,
-            opset_version=opset,
-            input_names=["input"],
-            output_names=[output],
-            dynamic_axes={"input": dict(free), output: {0: "batch"}},
-        )
 
 
 def _arrays(tensors: Sequence[Tensor]) -> list[Array]:

@@ -19,6 +19,7 @@ from fleetdistill.knowledge import DELIVER, RECEIVED, RESULT, Kind
 from fleetdistill.methods.base import Ask
 from fleetdistill.replacement import SPLIT
 from fleetdistill.training.figures import Counts, place_of
+from fleetdistill.training.onnx_graphs import Graphs
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_lab.simulation.spec.arrays import load_arrays, split_slice
 
@@ -31,6 +32,7 @@ class Shared:
     Attributes:
         scores: Counts of models on the test set, by architecture and weights; the newest ones.
         profiles: What profiles say of a model, by its name.
+        graphs: Graphs of the exported models, one for each architecture.
         asks, seconds: Number of asks that were computed, and the time that this took, in seconds.
     """
 
@@ -39,6 +41,7 @@ class Shared:
         self._samples: dict[str, Samples] = {}
         self._reading = threading.Lock()
         self.profiles: dict[str, contract_pb2.DeviceProfile] = {}
+        self.graphs = Graphs()
         self.asks, self.seconds = 0, 0.0
 
     def samples(self, name: str) -> Samples:
@@ -66,6 +69,7 @@ class SimulatedCompute(TorchCompute):
     ) -> None:
         super().__init__(contract, **given)
         self._shared = shared
+        self.graphs = shared.graphs
         self._is_scored = is_scored
         self._round = 0  # of the ask in progress
 
