@@ -20,6 +20,7 @@ from support.processes import wait_until
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill_lab.simulation import show
 from fleetdistill_lab.simulation.fleet import Interrupted, simulate
 from fleetdistill_lab.simulation.folder import open_folder, saved_simulation
 from fleetdistill_lab.simulation.progress import Progress
@@ -253,9 +254,10 @@ def test_the_command_resumes_with_the_settings_of_before(tmp_path: Path) -> None
 
 
 def test_what_is_said_after_ctrl_c_names_the_way_on(tmp_path: Path) -> None:
-    assert interrupted_line(Interrupted(None), Path("out")) == (
+    assert interrupted_line(Interrupted(None, has_rounds=False), Path("out")) == (
         "interrupted before the first round was complete; continue with --resume --out out"
     )
+    assert interrupted_line(Interrupted(None), Path("out")) == "interrupted; continue with --resume --out out"
     assert interrupted_line(Interrupted(None, begun=False), Path("out")) == (
         "interrupted before the simulation started; nothing was changed in out; run the command again"
     )
@@ -313,6 +315,28 @@ def test_ctrl_c_before_the_first_round_says_how_to_go_on(
     else:
         assert "interrupted before the simulation started" in told.stderr
         assert not out.exists()
+
+
+@pytest.mark.parametrize("where", ["fleet.make_report", "fleet.FinalModels.export", "show.show_run"])
+def test_ctrl_c_after_rounds_does_not_deny_them(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the report of an earlier Ctrl-C is written, while models are exported, and while tables are printed."""
+
+    def press(*given: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    options = ["simulate", *OPTIONS, "--out", str(out), "--no-controls"]
+    monkeypatch.setattr(f"fleetdistill_lab.simulation.{where}", press)
+    if where == "fleet.make_report":
+        monkeypatch.setattr(show._Bars, "show", Impatient("fleet", 1))
+    expected = 130, f"interrupted; continue with --resume --out {out}"
+    told = CliRunner().invoke(app, options)
+    assert (told.exit_code, told.stderr.splitlines()[-1]) == expected
+    monkeypatch.setattr("fleetdistill_lab.simulation.fleet._prepare", press)
+    told = CliRunner().invoke(app, [*options, "--resume"])
+    assert (told.exit_code, told.stderr.splitlines()[-1]) == expected
+    with closing(Store.open(out / "work" / "store")) as store:
+        assert store.runs.existing(RUN).completed_rounds >= 1
 
 
 def test_folder_without_written_settings_is_begun_anew(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def _simulate(simulation: Simulation, if_there: IfThere, as_json: bool, track: S
     tracking = Tracking(read_targets(track))
     try:
         simulate_and_show(simulation, if_there=if_there, as_json=as_json, tracking=tracking)
-    except Interrupted as interrupted:
+    except KeyboardInterrupt as pressed:  # also while the results are shown
+        interrupted = pressed if isinstance(pressed, Interrupted) else Interrupted(None)
         typer.echo(interrupted_line(interrupted, simulation.out), err=True)
         raise typer.Exit(INTERRUPTED) from None

@@ -58,14 +58,17 @@ class Interrupted(KeyboardInterrupt):
     """Raised when Ctrl-C interrupts a simulation, which can be resumed.
 
     Attributes:
-        report: Report of the completed rounds, as written to the folder; None if no round is complete.
+        report: Report of the completed rounds, as written to the folder; None if no round is complete, or if Ctrl-C
+            was pressed again before it was written.
         begun: Whether the folder contains the simulation, so that it can be resumed.
+        has_rounds: Whether a round may be complete.
     """
 
-    def __init__(self, report: FleetReport | None, *, begun: bool = True) -> None:
+    def __init__(self, report: FleetReport | None, *, begun: bool = True, has_rounds: bool = True) -> None:
         super().__init__("the simulation was interrupted")
         self.report = report
         self.begun = begun
+        self.has_rounds = has_rounds
 
 
 def simulate(
@@ -96,7 +99,7 @@ def simulate(
         Interrupted: Ctrl-C was pressed; the report of the completed rounds has been written.
     """
     started = time.monotonic()
-    begun = False
+    begun = has_rounds = False
     try:
         check_settings(wanted)
         load_matplotlib()  # without it, the report could not be written
@@ -104,15 +107,16 @@ def simulate(
         data = _load(wanted)
         check_plan(wanted, data)
         with open_folder(wanted, if_there) as work, track(_follow(wanted, work, tracking), tracking):
-            begun = True
+            begun, has_rounds = True, if_there == "resume"
             settled = replace(wanted, proxy_per_class=proxy_per_class(wanted, data))
             fleet = _prepare(settled, data, work)
             del data  # the devices map its images from files
+            has_rounds = True
             return _run(settled, fleet, on_progress, started)
     except Interrupted:
         raise
     except KeyboardInterrupt as interrupt:
-        raise Interrupted(None, begun=begun) from interrupt
+        raise Interrupted(None, begun=begun, has_rounds=has_rounds) from interrupt
 
 
 def _follow(wanted: Simulation, work: Path, tracking: Tracking) -> Followed:
@@ -181,7 +185,8 @@ def _run(wanted: Simulation, fleet: Fleet, on_progress: OnProgress, started: flo
         fedavg = run_fedavg_control(wanted, fleet, on_progress)
     except KeyboardInterrupt as interrupt:
         done = Controls(alone, None)
-        raise Interrupted(_report(wanted, fleet, done, started, finished=False)) from interrupt
+        report = _report(wanted, fleet, done, started, finished=False)
+        raise Interrupted(report, has_rounds=report is not None) from interrupt
     report = _report(wanted, fleet, Controls(alone, fedavg), started, finished=True)
     assert report is not None  # a finished run has at least one round
     return report

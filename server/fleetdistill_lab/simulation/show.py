@@ -98,7 +98,8 @@ def interrupted_line(interrupted: Interrupted, out: Path) -> str:
     if not interrupted.begun:
         return not_begun(out)
     if report is None:
-        return f"interrupted before the first round was complete; continue with --resume --out {out}"
+        when = "" if interrupted.has_rounds else " before the first round was complete"
+        return f"interrupted{when}; continue with --resume --out {out}"
     done = f"{report.completed_rounds} of {counted(report.rounds, 'round')}"
     return f"interrupted; report.json and fleet.png in {out} cover {done}; continue with --resume --out {out}"
 
