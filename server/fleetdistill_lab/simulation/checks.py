@@ -30,6 +30,8 @@ from fleetdistill_lab.simulation.spec.plan import (
 from fleetdistill_lab.simulation.spec.settings import EXPORTED, SCORED, Simulation
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.engine.preflight import build_run
+from fleetdistill_server.methods import SERVER_METHODS, server_class
+from fleetdistill_server.methods.base import ServerMethod
 
 
 def check_settings(wanted: Simulation) -> None:
@@ -133,9 +135,21 @@ def check_plan(wanted: Simulation, data: Dataset) -> None:
         _check_rows(wanted, left)
         check_fedavg(wanted, config)
         build_run(config)
-        initial = build_method(config).initial()
+        method = build_method(config)
+        if wanted.score == "global" and not method.has_global_model:
+            raise ConfigurationError(_no_global_model(wanted.method))
+        initial = method.initial()
         for model in dict.fromkeys(device_models(wanted, left)):
             _check_device_model(wanted, left, model, initial)
+
+
+def _no_global_model(method: str) -> str:
+    others = [name for name in SERVER_METHODS if name != method]
+    able = [name for name in others if server_class(name).global_model is not ServerMethod.global_model]
+    return (
+        f"score global needs a global model, which {method} with these settings does not have; use score sampled or "
+        f"devices, or another method: {', '.join(able[:-1])} or {able[-1]}"
+    )
 
 
 def _check_rows(wanted: Simulation, data: Dataset) -> None:

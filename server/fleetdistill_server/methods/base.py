@@ -203,6 +203,11 @@ class ServerMethod:
         """Returns the global model, which maps inputs to logits and is scored after each round; None by default."""
         return None
 
+    @property
+    def has_global_model(self) -> bool:
+        """Whether `global_model` returns a model once a round is complete; by default, whether it is overridden."""
+        return type(self).global_model is not ServerMethod.global_model
+
     def export(self) -> tuple[torch.nn.Module, tuple[int, ...]] | None:
         """Returns the server's model for `fleetdistill export` and the shape of one input; None if there is none."""
         return None

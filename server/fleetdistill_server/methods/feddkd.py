@@ -226,8 +226,13 @@ class FedDKDServer(ServerMethod):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
 
+    @property
+    def has_global_model(self) -> bool:
+        """False with FedDKD_BN, where only devices have complete models."""
+        return not self._stays_on_devices
+
     def global_model(self) -> nn.Module | None:
-        """Returns the global model; None with FedDKD_BN, where only devices have complete models."""
+        """Returns the global model; None with FedDKD_BN."""
         return None if self._stays_on_devices else self.model
 
     def export(self) -> tuple[nn.Module, tuple[int, ...]] | None:
