@@ -10,6 +10,7 @@ from typing import Any
 import onnxruntime
 import pytest
 
+from fleetdistill.methods.classstats.class_variants import PersonalVariant
 from fleetdistill_lab.simulation.data.datasets import load_dataset
 from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.report.history import read_history
@@ -129,3 +130,22 @@ def three_rounds(method: str, scores: Mapping[int, Any]) -> Store:
 def cells(matrices: Sequence[Any]) -> list[int | None]:
     """The first cell of each matrix."""
     return [None if counts is None else int(counts[0, 0]) for counts in matrices]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3], ids=["takes", "chooses"])
+def test_a_personal_model_changes_its_predictor(share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the trained one to the closed form of the device's own statistics and back, with the fleet's classes."""
+    kept: list[bool] = []
+
+    def better(fleets: PersonalVariant, local: PersonalVariant | None) -> PersonalVariant:
+        is_local = local is not None and bool((len(fleets.hits) + int(fleets.space.df)) % 2)
+        kept.append(is_local)
+        return local if local is not None and is_local else fleets
+
+    monkeypatch.setattr("fleetdistill.methods.classstats.class_variants._better", better)
+    wanted = {"predictors": ("space_linear", "space_mlp_16"), "validation_share": share, "export": "all"}
+    settings = {"predictor": "trained", "predictor_steps": 5}
+    kinds = {"devices": 3, "devices_per_round": 1, "train_limit": 150, "test_limit": 20, "alpha": 0.5}
+    report = run(tmp_path, "classstats", rounds=6, settings=settings, **wanted, **kinds)
+    assert {True, False} <= set(kept)
+    assert report.finished

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -48,7 +49,7 @@ from fleetdistill.methods.classstats.class_variants import (
 )
 from fleetdistill.methods.classstats.exchange import SpacePlan, check_space
 from fleetdistill.methods.classstats.shared_statistics import Moments, from_wire, merge, moments_of, to_wire
-from fleetdistill.methods.classstats.space_model import ClosedForm, SpaceModel, make_predictor
+from fleetdistill.methods.classstats.space_model import ChosenPredictor, SpaceModel, make_predictor
 from fleetdistill.methods.classstats.space_training import draw_images, draw_in_space
 from fleetdistill.models import PREDICTORS
 from fleetdistill.training.local_training import extract
@@ -193,17 +194,26 @@ def test_personal_model_of_own_statistics_has_no_fleet_predictor() -> None:
     general, personal = half.variants()[GENERAL], half.variants()[PERSONAL]
     assert isinstance(general, SpaceModel)
     assert isinstance(personal, SpaceModel)
-    assert not isinstance(general.above.predictor, ClosedForm)
-    assert isinstance(personal.above.predictor, ClosedForm)
+    assert isinstance(general.above.predictor, nn.Sequential)
+    assert isinstance(personal.above.predictor, ChosenPredictor)
+    assert personal.above.predictor.uses_closed
     assert float(personal.above.temperature) == half.own.current_variants.personal.temperature
     unseen = images_of([10, 10, 10, 10], 9)
     right = extract(personal, unseen.inputs).argmax(dim=1) == (unseen.labels + 1) % CLASSES
     assert right.float().mean() > 0.9
+    other = played.halves["a"]
+    assert not other.own.current_variants.own_kept
+    of_fleet = other.variants()[PERSONAL]
+    expected = extract(personal, unseen.inputs), extract(of_fleet, unseen.inputs)
+    changed, changed_too = copy.deepcopy(of_fleet), copy.deepcopy(personal)
+    changed.load_state_dict(personal.state_dict())  # as a delivered model is that changes its predictor
+    changed_too.load_state_dict(of_fleet.state_dict())
+    torch.testing.assert_close((extract(changed, unseen.inputs), extract(changed_too, unseen.inputs)), expected)
     others = fleet("ab", own_statistics_guard=False, **settings).play().halves["a"]
     assert not others.own.current_variants.own_kept
     with_predictor = others.variants()[PERSONAL]
     assert isinstance(with_predictor, SpaceModel)
-    assert not isinstance(with_predictor.above.predictor, ClosedForm)
+    assert isinstance(with_predictor.above.predictor, nn.Sequential)
     assert float(with_predictor.above.temperature) == 1
 
 

@@ -23,7 +23,7 @@ from fleetdistill.methods.classstats.class_space import coordinates, pack_space,
 from fleetdistill.methods.classstats.config import SCATTERING, SpaceConfig
 from fleetdistill.methods.classstats.exchange import DeviceStatistics, SentStatistics, check_images
 from fleetdistill.methods.classstats.fixed_features import FixedFeatures, fixed_features, usual_extractor
-from fleetdistill.methods.classstats.space_model import SpaceModel, make_predictor
+from fleetdistill.methods.classstats.space_model import ChosenPredictor, ClosedForm, SpaceModel, make_predictor
 from fleetdistill.methods.classstats.space_training import teach_network, train_predictor
 from fleetdistill.training.tensor_data import parts_of
 
@@ -103,12 +103,19 @@ class ClassStatsDevice(DeviceMethod):
         made = self.own.variants
         if made is None:
             return own
-        trained, personal = self._predictor, made.personal
-        for_own = None if made.own_kept else trained  # the predictor is trained in the fleet's space
-        temperature = 1.0 if for_own is not None else personal.temperature
-        general = SpaceModel(self._fixed, self.local.classes, trained).take(made.general)
-        personally = SpaceModel(self._fixed, self.local.classes, copy.deepcopy(for_own))
+        personal = made.personal
+        is_trained = self._predictor is not None and not made.own_kept  # a predictor is trained in the fleet's space
+        general = SpaceModel(self._fixed, self.local.classes, self._predictor).take(made.general)
+        personally = SpaceModel(self._fixed, self.local.classes, self._personal_predictor(made.own_kept))
+        temperature = 1.0 if is_trained else personal.temperature
         return {GENERAL: general, PERSONAL: personally.take(personal.space, temperature, personal.prior), **own}
+
+    def _personal_predictor(self, own_kept: bool) -> torch.nn.Module | None:
+        """Returns the predictor of the personal variant; None for the closed form."""
+        if self._predictor is None or not self.config.own_statistics_guard:
+            return copy.deepcopy(self._predictor)
+        classes = self.local.classes
+        return ChosenPredictor(copy.deepcopy(self._predictor), ClosedForm(classes - 1, classes), uses_closed=own_kept)
 
     # --- state
 

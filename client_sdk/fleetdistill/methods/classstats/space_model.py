@@ -70,6 +70,25 @@ class ClosedForm(nn.Module):
         return torch.where(self.present, logits, below)
 
 
+class ChosenPredictor(nn.Module):
+    """A trained predictor, or instead the closed form of the device's own statistics.
+
+    Which one it is may change from round to round. A delivered model is changed in place and saved without its
+    modules, so both are always there.
+    """
+
+    uses_closed: Tensor
+
+    def __init__(self, trained: nn.Module, closed: ClosedForm, *, uses_closed: bool) -> None:
+        super().__init__()
+        self.trained, self.closed = trained, closed
+        self.register_buffer("uses_closed", torch.tensor(uses_closed))
+
+    def forward(self, v: Tensor) -> Tensor:
+        """Returns logits `[batch, C]` of coordinates `[batch, q]`."""
+        return torch.where(self.uses_closed, self.closed(v), self.trained(v))
+
+
 class SpaceHead(nn.Module):
     """Maps projected features `[batch, D]` to logits: space, predictor, temperature and class shares."""
 
@@ -136,8 +155,9 @@ class SpaceModel(nn.Module):
         self.above.temperature = torch.tensor(float(temperature), device=where)
         log_prior = np.zeros(len(self.above.log_prior)) if prior is None else np.log(prior)
         self.above.log_prior = torch.tensor(log_prior, dtype=torch.float32, device=where)
-        if isinstance(self.above.predictor, ClosedForm):
-            _fill(self.above.predictor, space)
+        for part in self.above.predictor.modules():
+            if isinstance(part, ClosedForm):
+                _fill(part, space)
         _join(self)
         return self
 
