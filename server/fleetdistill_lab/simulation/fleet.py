@@ -9,6 +9,7 @@ one seed.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from fleetdistill_console.tracking.follower import Followed
 from fleetdistill_console.tracking.process import track
 from fleetdistill_console.tracking.run_figures import settings_of
 from fleetdistill_console.tracking.targets import NOT_TRACKED, Tracking
-from fleetdistill_lab.simulation.backends.choice import backend_of, min_ask_seconds
+from fleetdistill_lab.simulation.backends.choice import auto_line, backend_of, min_ask_seconds
 from fleetdistill_lab.simulation.checks import check_plan, check_settings
 from fleetdistill_lab.simulation.controls.fedavg import run_fedavg_control
 from fleetdistill_lab.simulation.controls.local_only import score_initial_models, train_fleet_local_only
@@ -77,6 +78,7 @@ def simulate(
     *,
     if_there: IfThere = "refuse",
     tracking: Tracking = NOT_TRACKED,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> FleetReport:
     """Runs a simulation and writes report.json, fleet.png and the exported models to `out`.
 
@@ -88,6 +90,7 @@ def simulate(
         on_progress: Called after every round of the fleet and of the controls.
         if_there: How to handle an earlier simulation in `out`; see `open_folder`.
         tracking: Trackers that the figures are copied to, of the controls too.
+        tell: Called with a line for the user: what `workers = "auto"` has chosen.
 
     Returns:
         The report, as written to report.json.
@@ -112,7 +115,7 @@ def simulate(
             fleet = _prepare(settled, data, work)
             del data  # the devices map its images from files
             has_rounds = True
-            return _run(settled, fleet, on_progress, started)
+            return _run(settled, fleet, on_progress, started, tell)
     except Interrupted:
         raise
     except KeyboardInterrupt as interrupt:
@@ -154,7 +157,9 @@ def _prepare(wanted: Simulation, data: Dataset, work: Path) -> Fleet:
     return Fleet(data.without_images(), split, config, specs, initial, work)
 
 
-def _run(wanted: Simulation, fleet: Fleet, on_progress: OnProgress, started: float) -> FleetReport:
+def _run(
+    wanted: Simulation, fleet: Fleet, on_progress: OnProgress, started: float, tell: Callable[[str], None]
+) -> FleetReport:
     """Runs the fleet and its controls and writes the report; Ctrl-C writes a report of the completed rounds."""
     alone: dict[str, list[Counts | None]] = {}
     try:
@@ -169,9 +174,12 @@ def _run(wanted: Simulation, fleet: Fleet, on_progress: OnProgress, started: flo
                 behaviour=wanted.behaviour,
                 make_backend=backend_of(wanted),
                 min_ask_seconds=min_ask_seconds(wanted),
+                on_measured=lambda seconds: tell(auto_line(wanted, seconds)),
                 recipients=_recipients(wanted, fleet),
             )
         else:
+            if wanted.workers == "auto":
+                tell(auto_line(wanted, 0.0))
             store = run_over_grpc(
                 fleet.config,
                 fleet.specs,

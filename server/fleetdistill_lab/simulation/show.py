@@ -89,7 +89,7 @@ def simulate_with_progress(
 ) -> FleetReport:
     """Runs a simulation with progress bars on stderr."""
     with _Bars(wanted, Console(stderr=True)) as bars:
-        return simulate(wanted, bars.show, if_there=if_there, tracking=tracking)
+        return simulate(wanted, bars.show, if_there=if_there, tracking=tracking, tell=bars.tell)
 
 
 def interrupted_line(interrupted: Interrupted, out: Path) -> str:
@@ -207,6 +207,10 @@ class _Bars:
     def __exit__(self, *_: object) -> None:
         if self._tasks:  # stopping a progress display that was never started prints an empty line
             self._progress.stop()
+
+    def tell(self, line: str) -> None:
+        """Prints a line above the bars."""
+        _print_line(self._progress.console, line)
 
     def show(self, done: Done) -> None:
         """Updates the bar of a phase."""

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 from simulation.backends.dying_models import DYING, PARENT, deaths
-from support.fleets import HOSTILE, REPRODUCIBLE, RUNS, Prepared, device_files, prepare, record, run_in_memory
+from support.fleets import HOSTILE, REPRODUCIBLE, RUNS, SMALL, Prepared, device_files, prepare, record, run_in_memory
 from support.long import long_except
 from support.processes import children, wait_until
 from support.undisturbed import Undisturbed
 
 from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill_lab import Simulation
-from fleetdistill_lab.simulation.backends.choice import backend_of, check_backend, min_ask_seconds
+from fleetdistill_lab.simulation.backends.choice import auto_line, backend_of, check_backend, min_ask_seconds
 from fleetdistill_lab.simulation.backends.worker_processes import WorkerProcesses
+from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.links.links import run_over_memory
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
@@ -67,7 +68,10 @@ def test_workers_take_over_after_the_first_round(tmp_path: Path, seconds: float,
         completed = store.runs.completed_rounds(RUN)
         seen[completed] = max(seen.get(completed, 0), len(children(os.getpid(), WORKER)))
 
-    assert_same(alone, helped, run_in_memory(alone), run_with_workers(helped, 2, watch, min_ask_seconds=seconds))
+    measured: list[float] = []
+    options: dict[str, Any] = {"min_ask_seconds": seconds, "on_measured": measured.append}
+    assert_same(alone, helped, run_in_memory(alone), run_with_workers(helped, 2, watch, **options))
+    assert len(measured) == 1
     assert seen[0] == 0
     assert seen[1] == seen[2] == (2 if helps else 0)
 
@@ -82,6 +86,38 @@ def test_auto_has_a_worker_per_processor(
     backend = backend_of(wanted)
     assert (backend.args[0] if isinstance(backend, partial) else 0) == made
     assert (min_ask_seconds(wanted) > 0) == (workers == "auto")
+
+
+@pytest.mark.parametrize(
+    ("processors", "seconds", "line"),
+    [
+        (4, 0.0314, "workers auto: 3 processes, because an ask took 31.4 ms on average, at least 20 ms"),
+        (4, 0.0012, "workers auto: none, because an ask took 1.2 ms on average, below 20 ms"),
+        (1, 0.0314, "workers auto: none, because there is one processor, or one device; an ask took 31.4 ms on"),
+    ],
+)
+def test_auto_says_what_it_chose_and_why(
+    processors: int, seconds: float, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fleetdistill_lab.simulation.backends.choice.usable_processors", lambda: processors)
+    wanted = Simulation(devices=3, workers="auto")
+    assert auto_line(wanted, seconds).startswith(line)
+    assert (backend_of(wanted) is not None and seconds >= min_ask_seconds(wanted)) == ("3 processes" in line)
+
+
+@pytest.mark.parametrize(
+    ("link", "workers", "lines"),
+    [
+        ("memory", "auto", 1),
+        ("memory", 0, 0),
+        ("memory", 1, 0),
+        pytest.param("grpc", "auto", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_the_choice_is_told_once(link: Any, workers: Any, lines: int, tmp_path: Path) -> None:
+    told: list[str] = []
+    simulate(replace(SMALL, rounds=3, link=link, workers=workers, out=tmp_path), tell=told.append)
+    assert [line.partition(":")[0] for line in told] == ["workers auto"] * lines
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def backend_of(wanted: Simulation) -> MakeBackend | None:
 
         assert isinstance(wanted.workers, int)  # checked
         return partial(RayBackend, wanted.ray_address, wanted.workers)
-    count = wanted.workers if isinstance(wanted.workers, int) else min(usable_processors(), wanted.devices)
+    count = wanted.workers if isinstance(wanted.workers, int) else _auto_workers(wanted)
     if count == 0 or (wanted.workers == "auto" and (count == 1 or wanted.durable)):
         return None
     from fleetdistill_lab.simulation.backends.worker_processes import WorkerProcesses
@@ -57,6 +57,28 @@ def backend_of(wanted: Simulation) -> MakeBackend | None:
 def min_ask_seconds(wanted: Simulation) -> float:
     """Returns the mean seconds of an ask from which other processes compute the devices' work; 0 for always."""
     return MIN_ASK_SECONDS if wanted.workers == "auto" else 0.0
+
+
+def auto_line(wanted: Simulation, ask_seconds: float) -> str:
+    """Returns what `workers = "auto"` has chosen, and why.
+
+    Args:
+        wanted: Settings of the simulation.
+        ask_seconds: Mean seconds of an ask in the first round; any number over gRPC, where it does not matter.
+    """
+    if wanted.link == "grpc":
+        return "workers auto: a process of devices per processor, as always over gRPC"
+    measured = f"an ask took {1000 * ask_seconds:.3g} ms on average"
+    count = _auto_workers(wanted)
+    if count == 1:
+        return f"workers auto: none, because there is one processor, or one device; {measured}"
+    if ask_seconds < MIN_ASK_SECONDS:
+        return f"workers auto: none, because {measured}, below {1000 * MIN_ASK_SECONDS:g} ms"
+    return f"workers auto: {count} processes, because {measured}, at least {1000 * MIN_ASK_SECONDS:g} ms"
+
+
+def _auto_workers(wanted: Simulation) -> int:
+    return min(usable_processors(), wanted.devices)
 
 
 def usable_processors() -> int:

@@ -52,6 +52,7 @@ def run_over_memory(
     make_backend: MakeBackend | None = None,
     recipients: Recipients = Recipients.PARTICIPANTS,
     min_ask_seconds: float = 0.0,
+    on_measured: Callable[[float], None] = lambda seconds: None,
 ) -> Store:
     """Runs engine and devices in this process, one step at a time.
 
@@ -71,6 +72,7 @@ def run_over_memory(
         make_backend: Makes what computes the devices' work; None for this process. Not with `durable`.
         recipients: Which devices take the run's final model; all of them with `durable`.
         min_ask_seconds: Mean seconds of an ask in the first round from which the backend computes the later ones.
+        on_measured: Called once with the mean seconds of an ask in the first round, unless `min_ask_seconds` is 0.
 
     Returns:
         The open store.
@@ -96,6 +98,7 @@ def run_over_memory(
             remote,
             recipients=recipients,
             min_ask_seconds=min_ask_seconds,
+            on_measured=on_measured,
         ) as devices:
             after = partial(watch, store)
             if timing is None:

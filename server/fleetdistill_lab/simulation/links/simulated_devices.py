@@ -60,6 +60,7 @@ class SimulatedDevices:
         recipients: Which devices take the run's final model.
         min_ask_seconds: Mean seconds of an ask in the first round from which `remote` computes the later ones; 0: it
             computes all of them.
+        on_measured: Called once with the mean seconds of an ask in the first round, unless `min_ask_seconds` is 0.
 
     Attributes:
         names: Ids of all devices, in the order of `specs`.
@@ -78,7 +79,9 @@ class SimulatedDevices:
         *,
         recipients: Recipients = Recipients.PARTICIPANTS,
         min_ask_seconds: float = 0.0,
+        on_measured: Callable[[float], None] = lambda seconds: None,
     ) -> None:
+        self._on_measured = on_measured
         self._recipients = recipients
         self._clock = clock
         self._specs = {spec.name: spec for spec in specs}
@@ -182,7 +185,9 @@ class SimulatedDevices:
         self._store.save()
         if self._later is not None and self._shared.asks:
             (seconds, remote), self._later = self._later, None
-            if self._shared.seconds / self._shared.asks >= seconds:
+            measured = self._shared.seconds / self._shared.asks
+            self._on_measured(measured)
+            if remote is not None and measured >= seconds:
                 self._remote = remote
                 while self._open:  # devices that are made again compute elsewhere
                     self._close_oldest()
