@@ -19,7 +19,6 @@ import fleetdistill
 from fleetdistill import errors
 from fleetdistill.methods import METHODS, config_class
 from fleetdistill.wire.codes import MEANINGS
-from fleetdistill_lab.simulation.report.results import FleetReport
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.event_kinds import GUARD
@@ -108,16 +107,6 @@ def test_every_command_stands_in_a_tutorial_or_a_how_to(command: str) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(_text("README.md").splitlines()) <= 120
-
-
-def test_the_fields_of_a_report_exist() -> None:
-    fields = {field.name for field in dataclasses.fields(FleetReport)}
-    listed = {
-        name
-        for row in _rows(_section("docs/how-to/read-a-report.md", "Fields of report.json"))
-        for name in re.findall(r"`(\w+)`", row[0])
-    }
-    assert listed <= fields
 
 
 @pytest.mark.parametrize("page", [str(path.relative_to(ROOT)) for path in PAGES])
