@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 from fleetdistill import COLUMNS
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import KINDS, Weights
-from fleetdistill.methods import config_class, example_config
+from fleetdistill.methods import METHODS, config_class, example_config
 from fleetdistill.methods.cdkt.config import CDKTConfig
 from fleetdistill.methods.dafkd.config import DaFKDConfig
 from fleetdistill.methods.fedd2s.config import FedD2SConfig
@@ -299,7 +299,9 @@ def test_json_has_a_row_for_every_method() -> None:
         said = json.loads(call("--json").stdout)
     assert [row["method"] for row in said["methods"]] == EVERY_METHOD
     assert said["knowledge_type"] == "float16"
-    rows = {row["method"]: row for row in said["methods"]}
+    all_rows = {row["method"]: row for row in said["methods"]}
+    assert {name for name, row in all_rows.items() if row["server_proxy_set"]} == {"feddf"}
+    rows = {name: all_rows[name] for name in METHODS}
     assert {name for name, row in rows.items() if row["labels_leave"]} == {"fedd2s", "feddkc"}
     measured = figures()["forms"]
     for name, row in rows.items():

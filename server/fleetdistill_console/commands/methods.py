@@ -189,6 +189,7 @@ def method_row(
         "models": "same" if needs.same_architecture else "different",
         "same_extractor": needs.same_extractor,
         "proxy_set": needs.proxy_set,
+        "server_proxy_set": needs.server_proxy_set,
         "exchanges": sum(item.times for item in counted),
         "exchanges_formula": exchange_formula(exchanges),
         "bytes_up": cost[UP],
@@ -216,7 +217,7 @@ def _what(row: TableRow) -> dict[str, str]:
         "method": row["method"],
         "summary": row["summary"],
         "models": models,
-        "proxy": "yes" if row["proxy_set"] else "no",
+        "proxy": "yes" if row["proxy_set"] else "server" if row["server_proxy_set"] else "no",
     }
 
 

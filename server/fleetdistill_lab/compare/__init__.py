@@ -1,0 +1,1 @@
+"""`fleetdistill compare`: several methods on the same fleets, with several seeds."""
