@@ -102,7 +102,7 @@ def make_rows(seed: int, rows: int = 20, classes: int = CLASSES) -> TensorData:
 
 def make_fleet(
     method: str, model: str = "tiny_model", devices: int = 2, proxy: TensorData | None = None, **settings: Any
-) -> tuple[Any, dict[str, DeviceMethod]]:
+) -> tuple[Any, dict[str, Any]]:
     """Returns a server half and devices with rows of their own."""
     server = make_server(method, f"baselines.bed:{model}", proxy, **settings)
     build = {"tiny_model": tiny_model, "norm_model": norm_model}[model]

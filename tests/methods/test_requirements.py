@@ -199,7 +199,7 @@ def test_app_with_own_model_is_told_what_run_needs(name: str, tmp_path: Path) ->
     with an_app(prepared[1][0], DeviceApi(store), model=another_model, name="mine", allow=needs.columns) as device:
         if needs.same_architecture or needs.same_extractor or contract.features:
             with pytest.raises(
-                RefusedError, match=r"the device has .*, run 'simulation' has .*; (use|give|replace|pass) "
+                RefusedError, match=r"the device has .*, run 'simulation' has .*; (use|give|replace|pass|build) "
             ):
                 device.step(0.0)
             assert store.devices.all(RUN) == []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, Protocol, TypeAlias, cast
@@ -28,6 +28,7 @@ __all__ = [
     "embedding_tap",
     "evaluating",
     "fingerprint",
+    "frozen",
     "frozen_batch_norm",
     "in_mode",
     "logits_and_embedding",
@@ -316,6 +317,27 @@ def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 def evaluating(module: nn.Module) -> AbstractContextManager[None]:
     """Context manager that sets eval mode; restores each submodule's mode afterwards."""
     return in_mode(module, training=False)
+
+
+@contextmanager
+def frozen(modules: Collection[nn.Module]) -> Iterator[None]:
+    """Context manager that sets modules to eval mode, without gradients for the parameters that they own directly.
+
+    What it changes is restored. Gradients still pass through the modules to those below.
+    """
+    training = [part for part in modules if part.training]
+    trained = [w for part in modules for w in part.parameters(recurse=False) if w.requires_grad]
+    for part in training:
+        part.training = False
+    for w in trained:
+        w.requires_grad = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+        for w in trained:
+            w.requires_grad = True
 
 
 @contextmanager

@@ -6,7 +6,7 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,21 +25,26 @@ class FedAvgServer(ServerMethod):
     """Stores and averages the global model.
 
     A method that sends more with the model, or that does more with the answers than average them, overrides `message`,
-    `update` or `own_tensors`.
+    `update`, or `scope` and `own_tensors`.
     """
 
     summary = "the weighted mean of the devices' models: the yardstick"
 
+    scope: ClassVar[str] = "model"
+    """What devices share: the whole `model`, or its `extractor`, the layers below the cut."""
+
     def __init__(self, config: Any, context: MethodContext) -> None:
         super().__init__(config, context)
-        self.model = context.device_model().to(context.torch_device)
+        model = context.extractor() if self.scope == "extractor" else context.device_model()
+        self.model = model.to(context.torch_device)
 
     @classmethod
     def needs(cls, config: Any) -> Needs:
-        return Needs(same_architecture=True)
+        extractor_only = cls.scope == "extractor"
+        return Needs(same_architecture=not extractor_only, same_extractor=extractor_only)
 
     def own_tensors(self) -> frozenset[str]:
-        """Returns the state-dict names of the tensors that stay on the devices; by default none."""
+        """Returns the names in the model's state dict of the tensors that stay on the devices; by default none."""
         return frozenset()
 
     @classmethod
@@ -52,7 +57,7 @@ class FedAvgServer(ServerMethod):
         return Sizes(classes=self.context.classes, model=Weights.of(self._shared()))
 
     def initial(self) -> ModelParameters:
-        return model_parameters(self.model)
+        return model_parameters(self.model, self.scope)
 
     async def round(self, cohort: Cohort) -> None:
         asked = cohort.sample(self.config.participation_ratio)
@@ -78,7 +83,7 @@ class FedAvgServer(ServerMethod):
         await cohort.deliver({"parameters": self._shared()})
 
     def _shared(self) -> ModelParameters:
-        return model_parameters(self.model, without=self.own_tensors())
+        return model_parameters(self.model, self.scope, without=self.own_tensors())
 
     def networks(self) -> Mapping[str, torch.nn.Module]:
         return {"model": self.model}

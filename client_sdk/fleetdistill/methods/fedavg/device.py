@@ -5,17 +5,19 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from fleetdistill.knowledge import ModelParameters, Parts
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers, with_parameters
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers
 from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.local import make_local_optimizer
+from fleetdistill.training.model import check_local_model, frozen
 from fleetdistill.training.parameters import model_parameters, take_weights
 
 __all__ = ["FedAvgDevice"]
@@ -25,22 +27,34 @@ class FedAvgDevice(DeviceMethod):
     """Device half of FedAvg: trains the global model on its own data and sends it back.
 
     A method that differs in its local loss, in what a device remembers, or in the tensors that it keeps to itself
-    overrides `loss`, `begin` and `end`, or `own_tensors`.
+    overrides `loss`, `begin` and `end`, or `scope` and `own_tensors`.
     """
 
     config: FedAvgConfig
     shares_fleet_model = True
+
+    scope: ClassVar[str] = "model"
+    """What devices share: the whole `model`, or its `extractor`, the layers below the cut."""
 
     @classmethod
     def metrics_steps(cls, config: FedAvgConfig) -> Sequence[str]:
         return ("train",)
 
     def own_tensors(self) -> frozenset[str]:
-        """Returns the state-dict names of the tensors that stay on the device; by default none.
+        """Returns the names of the tensors that stay on the device; by default none.
 
-        The server half must return the same names.
+        They are state-dict names of `shared_part`. The server half must return the same names.
         """
         return frozenset()
+
+    def shared_part(self, model: nn.Module) -> nn.Module:
+        """Returns the part of a model of this device that devices share; see `scope`."""
+        return check_local_model(model).extractor if self.scope == "extractor" else model
+
+    def load(self, model: nn.Module, ask: Ask) -> None:
+        """Loads an ask's tensors into the local model or a copy of it. Raises WireError if they do not fit it."""
+        sent = ask.part("parameters", ModelParameters)
+        take_weights(self.shared_part(model), sent, without=self.own_tensors())
 
     def first_ask(self) -> Ask:
         return Ask(round=1, step="train", seed=0, parts={"parameters": self._shared()})
@@ -48,7 +62,7 @@ class FedAvgDevice(DeviceMethod):
     @answers("train")
     def train(self, ask: Ask) -> Answer:
         """Trains locally from the global model (Algorithm 1, `ClientUpdate(k, w)`)."""
-        take_weights(self.local.model, ask.part("parameters", ModelParameters), without=self.own_tensors())  # w
+        self.load(self.local.model, ask)  # w
         self.begin(ask)
         self.fit(ask)  # w <- w - eta * gradient, for each epoch and mini-batch
         return Answer(parts={"parameters": self._shared(), **self.end(ask)}, samples=len(self.local.data))  # return w
@@ -57,11 +71,27 @@ class FedAvgDevice(DeviceMethod):
         """Prepares a round's training, after the global model has been loaded; by default does nothing."""
 
     def fit(self, ask: Ask) -> None:
-        """Trains the local model on `loss` with the settings of local training."""
-        model, data = self.local.model, self.local.data.to(self.local.torch_device)
-        rate = self.config.local_rate(ask.round)
-        optimizer = make_local_optimizer(replace(self.config, learning_rate=rate), model.parameters())
-        self.train_local(lambda epoch, rows_b: [self.loss(data.draw(rows_b), data.labels[rows_b])], optimizer, ask.seed)
+        """Trains the local model; by default all of it at once."""
+        self.train_part(ask)
+
+    def train_part(self, ask: Ask, *, without: Collection[nn.Module] = (), epochs: int | None = None) -> None:
+        """Trains the local model on `loss` with the settings of local training and a new optimiser.
+
+        Args:
+            ask: The ask, whose round and seed it uses.
+            without: Modules of the local model whose own tensors, batch-norm statistics included, do not change.
+            epochs: Passes over the rows; by default the configuration's `local_epochs`.
+        """
+        data, rate = self.local.data.to(self.local.torch_device), self.config.local_rate(ask.round)
+        fixed = {id(w) for part in without for w in part.parameters(recurse=False)}
+        trained = [w for w in self.local.model.parameters() if id(w) not in fixed]
+        optimizer = make_local_optimizer(replace(self.config, learning_rate=rate), trained)
+
+        def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
+            with frozen(without):
+                return [self.loss(data.draw(rows_b), data.labels[rows_b])]
+
+        self.train_local(losses, optimizer, ask.seed, epochs=epochs)
 
     def loss(self, inputs_b: Tensor, labels_b: Tensor) -> Tensor:
         """Returns the local model's loss on a mini-batch, a scalar: the mean cross-entropy.
@@ -82,12 +112,14 @@ class FedAvgDevice(DeviceMethod):
     @answers("deliver")
     def deliver(self, ask: Ask) -> Answer:
         """Loads the final global model into the device's model."""
-        take_weights(self.local.model, ask.part("parameters", ModelParameters), without=self.own_tensors())
+        self.load(self.local.model, ask)
         return Answer(parts={}, samples=len(self.local.data))
 
-    def fleet_model(self, ask: Ask) -> torch.nn.Module:
+    def fleet_model(self, ask: Ask) -> nn.Module | None:
         """Returns the global model, which every ask contains; with the device's own tensors, if it has some."""
-        return with_parameters(self.local.model, ask, without=self.own_tensors())
+        complete = copy.deepcopy(self.local.model)
+        self.load(complete, ask)
+        return complete
 
     def _shared(self) -> ModelParameters:
-        return model_parameters(self.local.model, without=self.own_tensors())
+        return model_parameters(self.shared_part(self.local.model), self.scope, without=self.own_tensors())
