@@ -1,4 +1,4 @@
-"""Models of the personal baselines' tests: with a base and a head of one weight each."""
+"""Models of the personal baselines' tests: with a base and a head of one weight each, and with layers of one weight."""
 
 from __future__ import annotations
 
@@ -49,6 +49,18 @@ def base_and_head(base: float = 1.0, head: float = 0.5) -> ScaleAlone:
 def one_base(input_shape: Sequence[int] = (1,)) -> nn.Module:
     """Builds the base b."""
     return base_and_head().extractor
+
+
+def three_scales(input_shape: Sequence[int] = (1,), classes: int = 2) -> ScaleAlone:
+    """Builds three layers of one weight each: 0, 0 and 7."""
+    return ScaleAlone(1, first=0.0, second=0.0, third=7.0)
+
+
+def six_layers(input_shape: Sequence[int] = (INPUTS,), classes: int = CLASSES) -> SplitModel:
+    """Builds six layers, with batch-norm in the second."""
+    layers: dict[str, nn.Module] = {f"l{number}": nn.Linear(INPUTS, INPUTS) for number in range(1, 6)}
+    layers["l2"] = nn.Sequential(nn.Linear(INPUTS, INPUTS), nn.BatchNorm1d(INPUTS), nn.ReLU())
+    return SplitModel({**layers, "l6": nn.Linear(INPUTS, classes)}, cut="l3")
 
 
 def tiny_base(input_shape: Sequence[int] = (INPUTS,)) -> nn.Module:

@@ -60,7 +60,8 @@ def test_fedrep_trains_the_head_and_then_the_base(method: str, base: float, head
     assert model.weights() == pytest.approx([base, head], abs=1e-6)
 
 
-def test_each_phase_leaves_the_other_part(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["fedrep", "fedrep_plus"])
+def test_each_phase_leaves_the_other_part(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also batch-norm's statistics and, with momentum and weight decay, tensors without a gradient."""
     phases = []
     original = FedAvgDevice.train_part
@@ -73,8 +74,13 @@ def test_each_phase_leaves_the_other_part(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(FedAvgDevice, "train_part", watched)
     settings: dict[str, Any] = {"local_epochs": 4, "base_epochs": 2, "momentum": 0.9, "weight_decay": 0.1}
-    members = members_of("fedrep", norm_model, 1, **settings)
-    play(small_server("fedrep", extractor="norm_base", **settings), members)
+    members = members_of(method, norm_model, 1, **settings)
+    if method == "fedrep":
+        server = small_server(method, extractor="norm_base", **settings)
+    else:
+        server, _ = make_fleet(method, "norm_model", l_min=1, **settings)
+        server.participations = {"d0": 9}
+    play(server, members)
     names = set(members["d0"].local.model.state_dict())
     head = {name for name in names if name.startswith("stages.head")}
     assert phases == [head, names - head]

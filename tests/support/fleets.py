@@ -60,6 +60,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "settings": {"variant": "bn", "dkd_steps": 2},
         "models": ("digits_cnn_small",),
     },
+    "fedrep_plus with a falling cut": {
+        "method": "fedrep_plus",
+        "settings": {"drop_every": 1},
+        "models": ("fedd2s_digits",),
+    },
     "classstats in one exchange": {"method": "classstats", "rounds": 1},
     "classstats with a trained predictor": {
         "method": "classstats",

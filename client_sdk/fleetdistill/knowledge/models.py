@@ -67,9 +67,19 @@ def _of_shapes(kind: type[Kind], shapes: Mapping[str, TypedShape]) -> PartSchema
     return PartSchema(kind=kind, tensors=tensors, columns=kind.possible_columns or (), declared=shapes)
 
 
-def _declared_tensors(part: knowledge_pb2.Part, contract: contract_pb2.Contract) -> dict[str, TensorSchema]:
-    """Returns the tensors that the contract declares for a part. Raises RefusedError if one is missing."""
-    declared = {tensor.name: tensor for tensor in declared_of(part, contract).tensors}
+def _declared_tensors(
+    part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str] = ()
+) -> dict[str, TensorSchema]:
+    """Returns the tensors that the contract declares for a part, or those of them that the ask wants.
+
+    Raises:
+        RefusedError: One is missing.
+    """
+    declared = {
+        tensor.name: tensor
+        for tensor in declared_of(part, contract).tensors
+        if not wanted or f"{part.name}/{tensor.name}" in wanted
+    }
     if missing := sorted(declared.keys() - tensor_paths(part)):
         text = f"part {part.name!r} lacks {', '.join(missing[:_MAX_NAMED])}"
         raise RefusedError(Code.BAD_TENSOR, text, {"tensor": missing[0]})
@@ -84,7 +94,7 @@ class _Network(Kind):
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
         """See `Kind.expected`."""
-        tensors = _declared_tensors(part, contract)
+        tensors = _declared_tensors(part, contract, wanted)
         variances = {path: one for path, one in tensors.items() if path.endswith("running_var")}
         return tensors | {path: replace(one, low=0, what="running variance") for path, one in variances.items()}
 
@@ -104,6 +114,14 @@ class ModelParameters(_Network):
     def schema(cls, weights: Weights) -> PartSchema:
         """Returns the schema of a part with a model of this size."""
         return _of_shapes(cls, weights.shapes())
+
+    def only(self, names: Collection[str]) -> ModelParameters:
+        """Returns the parameters and buffers of these names."""
+        parameters, buffers = (
+            {name: array for name, array in arrays.items() if name in names}
+            for arrays in (self.parameters, self.buffers)
+        )
+        return replace(self, parameters=parameters, buffers=buffers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,8 @@ class Kind:
         Args:
             part: The part that was sent.
             contract: The run's contract.
-            wanted: Paths of the feature columns that the ask requires; empty for all of the contract's.
+            wanted: Paths of the feature columns, or of a model's tensors, that the ask requires; empty for all of the
+                contract's.
 
         Raises:
             RefusedError: A tensor is missing, or a field that is not a tensor is invalid.

@@ -72,10 +72,9 @@ class RoundTerms:
 
 
 def with_columns(kinds: Mapping[str, str], columns: Sequence[str]) -> dict[str, str]:
-    """Returns the kinds of an answer's parts, extended by the paths of the feature columns in its sample knowledge."""
-    paths = [
-        f"{part}/features/{name}" for part, kind in kinds.items() if kind == "sample_knowledge" for name in columns
-    ]
+    """Returns the kinds of an answer's parts, with the paths of its feature columns or its model's tensors."""
+    folders = {"sample_knowledge": "features/", "model_parameters": ""}
+    paths = [f"{part}/{folders[kind]}{name}" for part, kind in kinds.items() if kind in folders for name in columns]
     return {**kinds, **dict.fromkeys(paths, "tensor")}
 
 

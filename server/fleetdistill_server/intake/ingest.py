@@ -41,7 +41,8 @@ class Ingest:
         header: The payload's header.
         contract: The run's contract, which the payload must fit.
         expects: Maps the names of the expected parts to their kinds; a part "metrics" is always allowed. If only some
-            of the contract's feature columns are expected, `PART/features/COLUMN` maps to "tensor" for each of them.
+            of the contract's feature columns are expected, `PART/features/COLUMN` maps to "tensor" for each of them; if
+            only some of a model's tensors are, `PART/PATH` does.
         samples: Number of samples that the device declared; None if it declared none.
 
     Raises:
@@ -371,7 +372,8 @@ def rules_of(
     Args:
         part: The uploaded part.
         contract: The run's contract.
-        wanted: Paths of the feature columns that the ask expects; empty for all columns of the contract.
+        wanted: Paths of the feature columns, or of a model's tensors, that the ask expects; empty for all of the
+            contract's.
 
     Raises:
         RefusedError: A tensor that the contract requires is missing, or another field does not fit.

@@ -19,7 +19,7 @@ __all__ = ["Cohort", "ColumnsFor", "DeviceAnswer", "Notes", "PayloadFor", "Prepa
 PayloadFor = Parts | Callable[[str], Parts] | None
 """Parts for all devices, or a function from device id to parts."""
 ColumnsFor = Callable[[str], Sequence[str]]
-"""A function that maps a device id to the feature columns that the device's answer must have."""
+"""A function that maps a device id to the feature columns, or paths of a model's tensors, of the device's answer."""
 
 
 class DeviceAnswer:
@@ -131,7 +131,8 @@ class Cohort(Notes, Protocol):
             payload: Parts for all devices, or a function that maps a device id to the device's parts.
             to: Devices to ask; by default those that answered every earlier ask of this round.
             quorum: Share of the asked devices that must answer; by default the run's.
-            columns: Feature columns of the contract that each device's answer must have; by default all of them.
+            columns: Feature columns of the contract, or tensors of its model by path in `ModelParameters`, that each
+                device's answer must have; by default all of them.
             prepare: Called once with each answer when it arrives, in any order of the devices; its result is
                 `DeviceAnswer.prepared`.
 

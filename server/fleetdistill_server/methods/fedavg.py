@@ -5,7 +5,7 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -71,12 +71,15 @@ class FedAvgServer(ServerMethod):
         """Updates the global model from a round's answers, of which there is at least one."""
         load_parameters(self.model, self.mean(cohort, received, "parameters"), without=self.own_tensors())
 
-    def mean(self, cohort: Cohort, received: Sequence[DeviceAnswer], part: str) -> ModelParameters:
-        """Returns the devices' mean of a part, sum n_k / n * w_k, or with equal weights."""
+    def mean(
+        self, cohort: Cohort, received: Sequence[DeviceAnswer], part: str, names: Collection[str] | None = None
+    ) -> ModelParameters:
+        """Returns the devices' mean of a part, sum n_k / n * w_k, or with equal weights; of `names` only, if given."""
         mean = WeightedMean(self.config.robust)
         for answer in received:
             weight = answer.weight if self.config.weighting == "samples" else answer.decay
-            mean.add(answer.device, answer.part(part, ModelParameters), weight)
+            sent = answer.part(part, ModelParameters)
+            mean.add(answer.device, sent if names is None else sent.only(names), weight)
         return mean.result(cohort)
 
     async def finish(self, cohort: Cohort) -> None:

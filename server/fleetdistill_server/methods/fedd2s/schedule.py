@@ -7,6 +7,8 @@ from torch import nn
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.training.model import SplitModel
 
+__all__ = ["distillation_layer", "shallowest_layer"]
+
 
 def distillation_layer(participation: int, layers: int, drop_every: int, l_min: int) -> int:
     """Returns the distillation layer of eq. (6), clamped: max(l_min, L - floor((Z - 1) / Z_0)).
