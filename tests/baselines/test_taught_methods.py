@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from baselines.bed import make_config, make_device, make_fleet, make_rows
+from baselines.bed import make_config, make_device, make_fleet, make_rows, norm_model, quadratic_fleet, weights_of
 from baselines.personal_bed import assert_equal, state_of
 from torch import Tensor, nn
 
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, WireError
+from fleetdistill.knowledge import ModelParameters, Plan
+from fleetdistill.methods.base import Ask
+from fleetdistill_lab.baselines.fedgkd import mean_state
+from fleetdistill_lab.baselines.taught import TaughtDevice
 from fleetdistill_server.testing import play
 
-TAUGHT = ("pfedsd",)
+TAUGHT = ("pfedsd", "fedgkd")
 
 
 class Fixed(nn.Module):
@@ -52,6 +56,7 @@ def loss_of(
     [
         ("pfedsd", (2.0, 0.0, 0.0), (0.0, 2.0, 0.0), 1.600503),  # cross-entropy 0.239545 + 1.360958
         ("pfedsd", (2.0, 0.0, 0.0), (2.0, 0.0, 0.0), 0.239545),
+        ("fedgkd", (2.0, 1.0, 0.0), (5.0, 1.0, 1.0), 0.407606 + 0.283288),
     ],
 )
 def test_loss_by_hand(method: str, student: tuple[float, ...], teacher: tuple[float, ...], expected: float) -> None:
@@ -90,3 +95,72 @@ def end_of(method: str, rounds: int, **settings: Any) -> dict[str, Tensor]:
     server, members = make_fleet(method, weighting="samples", **{"local_epochs": 3, **settings})
     play(server, members, rounds=rounds)
     return state_of(server.model)
+
+
+@pytest.mark.parametrize(("method", "rounds"), [("fedgkd", 2)])
+def test_first_step_is_that_of_cross_entropy(method: str, rounds: int) -> None:
+    """The teacher is the model itself, so that the distillation loss is 0 and has no gradient."""
+    settings = {"models": 1} if method == "fedgkd" else {}
+    plain, taught = end_of("fedavg", rounds, local_epochs=1), end_of(method, rounds, local_epochs=1, **settings)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(tensor, taught[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("models", "expected"), [(5, [1.0, 1.5, 7 / 3, 3.75, 6.2, 12.4]), (3, [1.0, 1.5, 7 / 3])])
+def test_teacher_of_fedgkd_is_the_mean_of_the_last_models(
+    models: int, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices of the centres 1, 2, 4, ... 32 in turn, which a step of rate 1 reaches: the means are those numbers."""
+    monkeypatch.setattr(TaughtDevice, "loss", lambda half, x, y: ((half.local.model.w - x) ** 2 / 2).mean())
+    server, members = quadratic_fleet("fedgkd", monkeypatch, centres=(1.0, 1.0), learning_rate=1.0, models=models)
+    (cohort,) = play(server, members)
+    assert list(cohort.sent("d0")[0]) == ["parameters", "plan"], "nothing teaches in round 1"
+    for number, teacher in enumerate(expected, start=1):
+        for member in members.values():
+            member.local.data.inputs.fill_(2.0**number)
+        (cohort,) = play(server, members)
+        sent = cohort.sent("d0")[0]["teacher"]
+        assert sent.parameters["w"][0] == pytest.approx(teacher, rel=1e-6)  # type: ignore[attr-defined]
+        assert float(members["d0"].teacher.w) == pytest.approx(teacher, rel=1e-6)
+        assert weights_of(server, members)[-1] == 2.0**number
+    assert len(server.state_dict()["last"]) == min(models, len(expected) + 1)
+
+
+def test_fedgkd_of_one_model_sends_no_teacher() -> None:
+    server, members = make_fleet("fedgkd", models=1)
+    first, second = play(server, members, rounds=2)
+    assert [list(cohort.sent("d0")[0]) for cohort in (first, second)] == [["parameters", "plan"]] * 2
+    assert members["d0"].teacher is not None
+    (exchange,) = server.run_exchanges()
+    (other,) = make_fleet("fedgkd")[0].run_exchanges()
+    assert other.nbytes("down", "float32") == 2 * exchange.nbytes("down", "float32")
+
+
+def test_fedgkd_continues_from_its_state() -> None:
+    server, members = make_fleet("fedgkd", "norm_model", models=2)
+    play(server, members, rounds=3)
+    again, _ = make_fleet("fedgkd", "norm_model", models=2)
+    again.load_state_dict(server.state_dict())
+    for name, array in server.message()["teacher"].parameters.items():
+        assert (array == again.message()["teacher"].parameters[name]).all()
+
+
+def test_mean_of_models_keeps_types() -> None:
+    first, second = state_of(norm_model()), state_of(norm_model())
+    second["stages.body.1.num_batches_tracked"] += 4
+    mean = mean_state([first, second])
+    assert {name: one.dtype for name, one in mean.items()} == {name: one.dtype for name, one in first.items()}
+    assert int(mean["stages.body.1.num_batches_tracked"]) == 2
+
+
+def test_teacher_of_a_hostile_server_is_refused() -> None:
+    server, members = make_fleet("fedgkd")
+    play(server, members)
+    good = server.message()
+    teacher = good["teacher"]
+    nan = ModelParameters(parameters={name: one * float("nan") for name, one in teacher.parameters.items()})
+    cut = ModelParameters(parameters=dict(list(teacher.parameters.items())[1:]))
+    missing = {name: part for name, part in good.items() if name != "teacher"}
+    for bad in ({**good, "teacher": nan}, {**good, "teacher": cut}, {**good, "plan": Plan(values={})}, missing):
+        with pytest.raises(WireError):
+            members["d0"].handle(Ask(round=2, step="train", seed=0, parts=bad))
