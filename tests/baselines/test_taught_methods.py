@@ -17,7 +17,7 @@ from fleetdistill_lab.baselines.fedgkd import mean_state
 from fleetdistill_lab.baselines.taught import TaughtDevice
 from fleetdistill_server.testing import play
 
-TAUGHT = ("pfedsd", "fedgkd")
+TAUGHT = ("pfedsd", "fedgkd", "fedlsd", "fedntd")
 
 
 class Fixed(nn.Module):
@@ -56,11 +56,31 @@ def loss_of(
     [
         ("pfedsd", (2.0, 0.0, 0.0), (0.0, 2.0, 0.0), 1.600503),  # cross-entropy 0.239545 + 1.360958
         ("pfedsd", (2.0, 0.0, 0.0), (2.0, 0.0, 0.0), 0.239545),
+        ("fedlsd", (2.0, 1.0, 0.0), (5.0, 1.0, 1.0), 0.407606 + 0.283288),
+        ("fedntd", (2.0, 1.0, 0.0), (5.0, 1.0, 1.0), 0.407606 + 0.120115),
         ("fedgkd", (2.0, 1.0, 0.0), (5.0, 1.0, 1.0), 0.407606 + 0.283288),
+        ("fedntd", (2.0, 0.0), (-3.0, 1.0), 0.126928),  # cross-entropy alone: one class is left, with probability 1
     ],
 )
 def test_loss_by_hand(method: str, student: tuple[float, ...], teacher: tuple[float, ...], expected: float) -> None:
     assert loss_of(method, student, teacher)[0] == pytest.approx(expected, abs=1e-6)
+
+
+def test_fedlsd_may_take_the_rest_of_cross_entropy() -> None:
+    """With beta = 1 cross-entropy has the weight 0."""
+    assert loss_of("fedlsd", (2.0, 1.0, 0.0), (5.0, 1.0, 1.0), mix=True)[0] == pytest.approx(0.283288, abs=1e-6)
+    with pytest.raises(ConfigurationError, match="at most 1 with mix"):
+        make_config("fedlsd", beta=1.5, mix=True)
+
+
+@pytest.mark.parametrize("change", [(-50.0, 5.0), (2.0, -50.0)], ids=["student", "teacher"])
+def test_fedntd_ignores_logits_of_the_true_class(change: tuple[float, float]) -> None:
+    """The loss changes by the cross-entropy alone, and so does the true logit's gradient, softmax - 1."""
+    own, taught = change
+    cross_entropy = torch.nn.functional.cross_entropy(torch.tensor([[own, 1.0, 0.0]]).double(), torch.tensor([0]))
+    loss, gradient = loss_of("fedntd", (own, 1.0, 0.0), (taught, 1.0, 1.0))
+    assert loss == pytest.approx(float(cross_entropy) + 0.120115, abs=1e-6)
+    assert gradient[0] == pytest.approx(float(torch.tensor([own, 1.0, 0.0]).double().softmax(0)[0]) - 1, abs=1e-9)
 
 
 @pytest.mark.parametrize("method", TAUGHT)
@@ -97,13 +117,24 @@ def end_of(method: str, rounds: int, **settings: Any) -> dict[str, Tensor]:
     return state_of(server.model)
 
 
-@pytest.mark.parametrize(("method", "rounds"), [("fedgkd", 2)])
+@pytest.mark.parametrize(("method", "rounds"), [("fedlsd", 1), ("fedntd", 1), ("fedgkd", 2)])
 def test_first_step_is_that_of_cross_entropy(method: str, rounds: int) -> None:
     """The teacher is the model itself, so that the distillation loss is 0 and has no gradient."""
     settings = {"models": 1} if method == "fedgkd" else {}
     plain, taught = end_of("fedavg", rounds, local_epochs=1), end_of(method, rounds, local_epochs=1, **settings)
     for name, tensor in plain.items():
         torch.testing.assert_close(tensor, taught[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["fedlsd", "fedntd"])
+def test_the_received_model_teaches_in_eval_mode(method: str) -> None:
+    server, members = make_fleet(method, "norm_model", local_epochs=2)
+    start = state_of(server.model)
+    (cohort,) = play(server, members)
+    device = members["d0"]
+    assert_equal(start, state_of(device.teacher))
+    assert not any(part.training for part in device.teacher.modules())
+    assert list(cohort.sent("d0")[0]) == ["parameters"]
 
 
 @pytest.mark.parametrize(("models", "expected"), [(5, [1.0, 1.5, 7 / 3, 3.75, 6.2, 12.4]), (3, [1.0, 1.5, 7 / 3])])
