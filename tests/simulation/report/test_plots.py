@@ -22,8 +22,14 @@ from fleetdistill_lab.simulation.report.device_plots import (
     plot_gains,
     plot_rounds,
 )
-from fleetdistill_lab.simulation.report.plots import plot_comparison, plot_partition, save_report_figure
-from fleetdistill_lab.simulation.report.table import MAX_ROWS
+from fleetdistill_lab.simulation.report.plots import (
+    MAX_HEIGHT,
+    MAX_ROWS,
+    devices_drawn,
+    plot_comparison,
+    plot_partition,
+    save_report_figure,
+)
 
 figure_module = pytest.importorskip("matplotlib.figure", reason="matplotlib draws the pictures")
 
@@ -80,15 +86,28 @@ class TestReportFigure:
         file = _save(tmp_path / "report.png", by_device=DeviceCurves({"device-0": [0.8]}))
         assert _png_size(file) == (1800, 2284 - 780)
 
-    def test_more_devices_make_it_taller(self, tmp_path: Path) -> None:
-        width, height = _png_size(_save(tmp_path / "report.png", devices=20))
-        assert width == 1800
-        assert height > 2284
+    @pytest.mark.parametrize("devices", [10, MAX_ROWS, 3 * MAX_ROWS, pytest.param(1000, marks=pytest.mark.long)])
+    def test_no_number_of_devices_makes_it_taller_than_the_limit(self, tmp_path: Path, devices: int) -> None:
+        width, height = _png_size(_save(tmp_path / "report.png", devices=devices))
+        assert 2284 < height <= MAX_HEIGHT
+        assert 1300 < width <= 1800
 
-    @pytest.mark.long
-    def test_a_large_fleet_has_a_row_for_some_devices_only(self, tmp_path: Path) -> None:
-        sizes = {_png_size(_save(tmp_path / "report.png", devices=devices)) for devices in (MAX_ROWS, 3 * MAX_ROWS)}
-        assert len(sizes) == 1
+    def test_few_devices_are_all_drawn(self) -> None:
+        assert devices_drawn(_curves(MAX_ROWS), MAX_ROWS) == list(range(MAX_ROWS))
+
+    def test_of_many_devices_worst_best_and_ranks_between_are_drawn(self) -> None:
+        count = 2 * MAX_ROWS - 1
+        rates = {f"d{number}": [number * 37 % count / count] for number in range(count)}
+        drawn = devices_drawn(DeviceCurves(rates), count)
+        ranks = sorted(round(rates[f"d{row}"][0] * count) for row in drawn)
+        assert ranks == list(range(0, count, 2))
+        assert drawn == sorted(drawn)
+
+    def test_devices_without_scores_are_not_drawn_beside_scored_ones(self) -> None:
+        rates: dict[str, list[float | None]] = {f"d{number}": [None] for number in range(50)}
+        assert len(devices_drawn(DeviceCurves(rates), 50)) == MAX_ROWS
+        rates["d7"], rates["d30"] = [0.5], [0.4]
+        assert devices_drawn(DeviceCurves(rates), 50) == [7, 30]
 
     def test_a_file_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("in the way")

@@ -27,7 +27,6 @@ from fleetdistill_lab.simulation.report.device_plots import (
     plot_gains,
     plot_rounds,
 )
-from fleetdistill_lab.simulation.report.table import rows_shown
 from fleetdistill_server.texts import readable_bytes
 
 if TYPE_CHECKING:
@@ -35,6 +34,10 @@ if TYPE_CHECKING:
 
 _COLOURS = {"FedAvg": FEDAVG, "class statistics": FURTHER}
 _STYLES = ("-", "--", "-.")
+MAX_ROWS = 18
+"""Largest number of devices with a row of their own in a figure."""
+MAX_HEIGHT = 2400
+"""Largest height of a report's figure, in pixels."""
 _MARKERS = ("o", "D", "s")
 
 
@@ -108,10 +111,11 @@ def save_report_figure(
     alone: float | None = None,
     title: str = "",
 ) -> Path:
-    """Writes all plots of a report into one PNG, 1,800 pixels wide, and returns its path.
+    """Writes all plots of a report into one PNG of at most `MAX_HEIGHT` pixels, and returns its path.
 
     From top to bottom: accuracy by bytes (`plot_comparison`), accuracy by round if there are several (`plot_rounds`),
-    and a row for each of at most 60 devices with its data (`plot_partition`) and its gain (`plot_gains`).
+    and a row for each device, or for those of `devices_drawn`, with its data (`plot_partition`) and its gain
+    (`plot_gains`).
 
     Args:
         path: Path of the PNG to write.
@@ -135,9 +139,10 @@ def save_report_figure(
         heights["compared"] = 4.2 + 0.12 * len(curves)  # the legend has two columns
     if _are_rounds_scored(by_device):
         heights["rounds"] = 3.9
-    shown = rows_shown(len(device_names))
+    shown = devices_drawn(by_device, len(device_names))
     heights["data"] = max(3.2, 1.5 + 0.3 * len(shown))
-    figure = Figure(figsize=(9, sum(heights.values())), dpi=200, layout="constrained")
+    height = sum(heights.values())
+    figure = Figure(figsize=(9, height), dpi=min(200, int(MAX_HEIGHT / height)), layout="constrained")
     FigureCanvasAgg(figure)  # without pyplot the figure is released when this function returns
     # Separate subfigures, so that long device names do not narrow the curves.
     made: Any = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=list(heights.values()))
@@ -149,7 +154,8 @@ def save_report_figure(
     has_gains = bool(by_device.final or by_device.alone)
     data, gains = parts["data"].subplots(1, 2, width_ratios=(2, 1)) if has_gains else (parts["data"].subplots(), None)
     if len(shown) < len(device_names):
-        partition = f"{partition}; {len(shown)} of {len(device_names)} devices"
+        order = ", by accuracy" if by_device.final else ""
+        partition = f"{partition}; {len(shown)} of {len(device_names)} devices{order}"
         by_device = by_device.of_rows(shown)
     names = [device_names[row] for row in shown]
     plot_partition(data, np.asarray(counts_jc)[shown], class_names, names, partition)
@@ -164,6 +170,21 @@ def save_report_figure(
     except OSError as error:
         raise DataError(f"cannot write the figure to {target}: {error}; choose another folder") from error
     return target
+
+
+def devices_drawn(by_device: DeviceCurves, devices: int) -> list[int]:
+    """Returns the positions of the devices that get a row, in their order.
+
+    Of too many these are the worst, the best, and those at evenly spaced ranks of final accuracy between them; without
+    accuracies they are evenly spaced.
+    """
+    if devices <= MAX_ROWS:
+        return list(range(devices))
+    positions = {name: row for row, name in enumerate(by_device.devices)}
+    ranked = sorted((rate, positions[name]) for name, rate in by_device.final.items())
+    rows = [row for _, row in ranked] or list(range(devices))
+    last = min(MAX_ROWS, len(rows)) - 1
+    return sorted({rows[round(rank * (len(rows) - 1) / max(last, 1))] for rank in range(last + 1)})
 
 
 def _are_rounds_scored(by_device: DeviceCurves) -> bool:
