@@ -24,14 +24,18 @@ def fresh_process(*modules: str) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(server_methods, "registered", {})
         patch.setattr(outside, "registrations", [])
         patch.setattr(outside, "imported", set())
-        new = {*modules, *(name for name in sys.modules if name.startswith("fleetdistill_lab.baselines."))}
-        for module in new:
+        for module in (*modules, *_baselines()):
             patch.delitem(sys.modules, module, raising=False)
         try:
             yield patch
         finally:
-            for module in new:
+            for module in (*modules, *_baselines()):
                 sys.modules.pop(module, None)
+
+
+def _baselines() -> list[str]:
+    """The modules of the lab's methods that are imported now."""
+    return [name for name in sys.modules if name.startswith("fleetdistill_lab.baselines.")]
 
 
 def write_module(folder: Path, name: str, text: str) -> None:
