@@ -96,9 +96,9 @@ def test_models_are_scored_in_the_rounds_asked_for(
 
 @pytest.mark.parametrize("name", long_except(RUNS, "fedavg", "feddkc", "feddkd with batch-norm on devices"))
 def test_score_global_scores_a_model_or_is_refused(name: str, tmp_path: Path) -> None:
-    """Before anything is written, with the methods that have one."""
+    """Before anything is written, with the methods that have one. FD's models, of any architecture, stay on devices."""
     wanted = replace(RUNS[name], score="global", out=tmp_path / "out")
-    if wanted.method in ("feddkc", "fedd2s") or wanted.settings.get("variant") == "bn":
+    if wanted.method in ("feddkc", "fedd2s", "fd") or wanted.settings.get("variant") == "bn":
         says = f"which {wanted.method} with these settings does not have; use score sampled or devices.*: .*fedavg"
         with pytest.raises(ConfigurationError, match=says):
             simulate(wanted)

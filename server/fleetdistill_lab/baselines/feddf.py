@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fleetdistill.knowledge import ModelParameters
 from fleetdistill.methods.base import check_choice, check_range
 from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.fedavg.device import FedAvgDevice
 from fleetdistill.training.losses import distillation_loss
-from fleetdistill.training.parameters import load_parameters
-from fleetdistill_lab.baselines.shared import frozen_copy, register
+from fleetdistill_lab.baselines.shared import register, teachers_of
 from fleetdistill_server.methods.base import Needs
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.fedavg import FedAvgServer
@@ -65,10 +63,7 @@ class FedDFServer(FedAvgServer):
         return Needs(same_architecture=True, server_proxy_set=True)
 
     def update(self, cohort: Cohort, received: Sequence[DeviceAnswer]) -> None:
-        teachers = []
-        for answer in received:
-            teachers.append(frozen_copy(self.model))
-            load_parameters(teachers[-1], answer.part("parameters", ModelParameters))
+        teachers = teachers_of(self.model, received)
         super().update(cohort, received)
         if self.config.distil_steps:
             self._distil(teachers, cohort)

@@ -6,28 +6,36 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fleetdistill.errors import ModelError
-from fleetdistill.knowledge import ModelParameters, Weights
+from fleetdistill.errors import ModelError, WireError
+from fleetdistill.knowledge import ModelParameters, NamedTensors, Parts, Weights
 from fleetdistill.methods import register as register_device
-from fleetdistill.methods.base import DeviceMethod
+from fleetdistill.methods.base import Ask, DeviceMethod, Local
 from fleetdistill.training.model import embedding_tap
-from fleetdistill.training.parameters import take_weights
+from fleetdistill.training.parameters import load_parameters, take_weights
 from fleetdistill_server.methods import register as register_server
 from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.cohort import DeviceAnswer
+from fleetdistill_server.methods.traffic import Message, Sizes
 
 __all__ = [
     "check_embedding",
+    "counts_of",
+    "counts_schema",
     "embeddings_of",
     "frozen_copy",
     "inner_product",
     "named_copies",
     "of_parameters",
+    "received_array",
     "received_tensors",
     "register",
+    "sent_counts",
     "sent_tensors",
+    "teachers_of",
 ]
 
 
@@ -43,6 +51,15 @@ def frozen_copy(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> 
     if state is not None:
         result.load_state_dict(state)
     return result.eval().requires_grad_(False)
+
+
+def teachers_of(model: nn.Module, received: Iterable[DeviceAnswer]) -> list[nn.Module]:
+    """Returns the models of a round's answers, frozen; `model` has their architecture."""
+    teachers = []
+    for answer in received:
+        teachers.append(frozen_copy(model))
+        load_parameters(teachers[-1], answer.part("parameters", ModelParameters))
+    return teachers
 
 
 def named_copies(model: nn.Module) -> dict[str, Tensor]:
@@ -70,6 +87,36 @@ def received_tensors(model: nn.Module, sent: ModelParameters) -> dict[str, Tenso
     holder = copy.deepcopy(model)
     take_weights(holder, sent, without=holder.state_dict().keys() - dict(holder.named_parameters()).keys())
     return named_copies(holder)
+
+
+def counts_schema(sizes: Sizes) -> Message:
+    """Returns the part `counts` of an answer, 4C bytes: how many rows of each class a device has."""
+    schema = NamedTensors.schema({"counts": (sizes.classes,)}, reveals=["counts"], dtype=np.int32)
+    return {"counts": schema}
+
+
+def sent_counts(local: Local) -> Parts:
+    """Returns the part `counts` of a device's answer."""
+    counts_c = np.bincount(local.data.labels.cpu().numpy(), minlength=local.classes).astype(np.int32)
+    return {"counts": NamedTensors(tensors={"counts": counts_c}, reveals=["counts"])}
+
+
+def counts_of(answer: DeviceAnswer) -> Tensor:
+    """Returns a device's rows of each class, `[C]` float64; a negative number counts as 0."""
+    return torch.tensor(answer.part("counts", NamedTensors).tensors["counts"], dtype=torch.float64).clamp_min(0)
+
+
+def received_array(ask: Ask, part: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Returns a tensor of a part of own tensors from the server, float32 on the CPU.
+
+    Raises:
+        WireError: It is missing or of another shape, or a number is not finite.
+    """
+    array = ask.part(part, NamedTensors).tensors.get(name)
+    if array is None or array.shape != shape or not np.isfinite(array).all():
+        found = "missing" if array is None else f"{list(array.shape)}"
+        raise WireError(f"{part}/{name} from the server must be finite numbers {list(shape)}, but is {found}")
+    return torch.from_numpy(array.astype(np.float32))
 
 
 def embeddings_of(model: nn.Module, inputs_b: Tensor) -> Tensor:

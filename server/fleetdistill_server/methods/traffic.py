@@ -25,6 +25,7 @@ __all__ = [
     "UP",
     "Exchange",
     "KnowledgeType",
+    "Message",
     "Sizes",
     "all_exchanges",
     "columns_of",
