@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from baselines.bed import make_device, make_fleet, make_rows, make_server, tiny_model
-from methods.tiny_context import CLASSES
+from baselines.bed import make_config, make_device, make_fleet, make_rows, make_server, tiny_model
+from methods.tiny_context import CLASSES, tiny_context
 from torch.testing import assert_close
 
 from fleetdistill.errors import ConfigurationError, WireError
-from fleetdistill.knowledge import NamedTensors
+from fleetdistill.knowledge import Generator, NamedTensors, Plan
 from fleetdistill.methods.base import Ask
+from fleetdistill.models.discriminators import logits_of_features
+from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.parameters import model_parameters
+from fleetdistill_lab.baselines.fedgen import class_shares, diversity, generate
+from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.traffic import Sizes
 from fleetdistill_server.testing import always, play
 
@@ -142,22 +148,25 @@ def test_fd_of_one_device_trains_alone() -> None:
         assert torch.equal(tensor, ended[1][name])
 
 
-@pytest.mark.parametrize("method", ["feddistill", "fd"])
+@pytest.mark.parametrize("method", ["feddistill", "fd", "fedgen"])
 def test_saved_state_continues_the_run(method: str) -> None:
     server, members = make_fleet(method, local_epochs=1)
     play(server, members, rounds=2)
     again, others = make_fleet(method, local_epochs=1)
-    again.load_state_dict(server.state_dict())
+    again.load_state_dict(unpack_state(pack_state(server.state_dict())))
     for name, member in members.items():
         others[name].local.model.load_state_dict(member.local.model.state_dict())
         others[name].load_state_dict(member.state_dict())
-    continued, same = (play(half, fleet, completed=2)[0] for half, fleet in ((server, members), (again, others)))
+    for half, fleet in ((server, members), (again, others)):
+        play(half, fleet, completed=2)
     for name in members:
-        assert np.array_equal(class_logits(continued, name), class_logits(same, name))
+        pairs = zip(model_of(members[name]), model_of(others[name]), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+    assert pack_state(server.state_dict()) == pack_state(again.state_dict())
 
 
-def class_logits(cohort: Any, device: str) -> Any:
-    return cohort.answers(device)[0]["classes"].tensors["logits"]
+def model_of(member: Any) -> Any:
+    return member.local.model.parameters()
 
 
 @pytest.mark.parametrize("bad", HOSTILE, ids=["shape", "nan", "infinity"])
@@ -184,7 +193,157 @@ def test_class_logits_of_26_classes_have_2704_bytes() -> None:
     assert exchange.nbytes("up", "float32") == 2_704 + 4 * 26
 
 
-@pytest.mark.parametrize(("method", "settings"), [("feddistill", {"gamma": -1.0}), ("fd", {"window": "epoch"})])
+# --- FedGEN
+
+
+def test_shares_of_classes_in_fedgen() -> None:
+    """Of counts (30, 0), (10, 10), (0, 0) by class, each with 1 more."""
+    shares = class_shares(torch.tensor([[30.0, 10, 0], [0, 10, 0]]) + 1)
+    assert_close(shares.T, torch.tensor([[0.96875, 0.03125], [0.5, 0.5], [0.5, 0.5]]))
+
+
+def test_diversity_falls_with_the_distance_of_samples() -> None:
+    """Two pairs of four differ, by 1 in noise and by 3 / 3 in features: exp(-(1 + 1) / 4)."""
+    noise, features = torch.tensor([[0.0, 0], [1, 1]]), torch.tensor([[0.0, 0, 0], [3, 0, 0]])
+    assert float(diversity(noise, features)) == pytest.approx(0.606531, abs=1e-6)
+    assert float(diversity(noise, torch.ones(2, 3))) == 1.0
+
+
+def test_weights_of_fedgen_fall_to_a_floor() -> None:
+    config = make_config("fedgen")
+    falling = [config.falling(10.0, number) for number in (1, 51, 201, 9999)]
+    assert falling == pytest.approx([10.0, 3.641697, 0.175879, 1e-4], abs=1e-6)
+    assert config.falling(0.0, 9999) == 0.0
+
+
+def test_fedgen_sends_the_bytes_of_the_authors_networks() -> None:
+    """26,962 and 23,840 parameters; the statistics of batch-norm are 192 and 2,056 bytes."""
+    name = "baselines.bed:letters_network"
+    context = tiny_context(name, classes=26, input_shape=(1, 28, 28))
+    (exchange,) = server_class("fedgen")(make_config("fedgen"), context).run_exchanges()
+    assert exchange.nbytes("up", "float32") == 107_952 + 192
+    assert exchange.nbytes("down", "float32") == 203_208 + 192 + 2_056
+
+
+def test_first_round_of_fedgen_is_fedavg() -> None:
+    assert same_models("fedgen", rounds=1)
+    assert not same_models("fedgen", rounds=2)
+
+
+@pytest.mark.parametrize("nothing", [{"alpha": 0.0, "beta": 0.0}, {"generated_steps": 0}])
+def test_fedgen_without_its_terms_is_fedavg(nothing: dict[str, Any]) -> None:
+    assert same_models("fedgen", changed=nothing)
+
+
+def told(device: Any, labels: Any = (1,), features: float = 0.5, number: int = 2) -> Ask:
+    """An ask with a generator whose features are all this number, whatever the label and noise."""
+    with torch.no_grad():
+        for parameter in device.generator.parameters():
+            parameter.zero_()
+        device.generator[3].bias.fill_(features)
+    generator = Generator(parameters=model_parameters(device.generator), noise_size=32)
+    parts = {**device.first_ask().parts, "generator": generator, "plan": Plan(values={"labels": list(labels)})}
+    return Ask(round=number, step="train", seed=0, parts=parts)
+
+
+def test_loss_of_fedgen() -> None:
+    """In the second round the weights are 0.98 alpha * 32 / 64 rows, and 0.98 beta."""
+    device = make_device("fedgen", tiny_model(), make_rows(0), alpha=3.0, beta=2.0, generated_steps=1)
+    device.begin(told(device))
+    inputs, labels = make_rows(0).inputs, make_rows(0).labels
+    with torch.no_grad():
+        logits = device.local.model(inputs)
+        of_features = device.local.model.stages[-1](torch.full((1, 8), 0.5))
+        own = torch.nn.functional.cross_entropy(logits, labels)
+        of_labels = torch.nn.functional.cross_entropy(of_features, torch.tensor([1]))
+        towards = torch.nn.functional.kl_div(logits.log_softmax(1), of_features.softmax(1), reduction="sum") / 20
+    assert_close(device.loss(inputs, labels), own + 0.98 * 3 * 32 / 64 * of_labels + 0.98 * 2 * towards)
+    assert_close(device.loss(inputs, labels), own)  # the step after the last with these terms
+
+
+def test_devices_do_not_train_the_generator() -> None:
+    server, members = make_fleet("fedgen", local_epochs=2)
+    play(server, members, rounds=2)
+    (cohort,) = play(server, members, completed=2)
+    sent = cohort.sent("d0")[0]["generator"].parameters.parameters  # type: ignore[attr-defined]
+    for name, tensor in members["d0"].generator.named_parameters():  # type: ignore[attr-defined]
+        assert np.array_equal(tensor.numpy(), sent[name])
+
+
+def test_generator_learns_the_classes_of_the_devices() -> None:
+    """A class that no device has is in no plan."""
+    server, members = make_fleet("fedgen", local_epochs=20, generator_steps=300, generator_rate=0.01)
+    for member in members.values():
+        kept = member.local.data.labels != 2
+        rows = TensorData(member.local.data.inputs[kept], member.local.data.labels[kept])
+        member.local = replace(member.local, data=rows)
+    _, second = play(server, members, rounds=2)
+    assert second.sent("d0")[0]["plan"].values == {"labels": [0, 1]}  # type: ignore[attr-defined]
+    labels = torch.tensor([0, 1] * 50)
+    features = generate(server.generator.eval(), labels, torch.rand(100, 32), CLASSES)
+    for member in members.values():
+        assert (logits_of_features(member.local.model, features).argmax(1) == labels).float().mean() > 0.95
+
+
+def test_optimiser_of_the_generator_is_kept() -> None:
+    server, members = make_fleet("fedgen", generator_steps=5)
+    play(server, members, rounds=3)
+    state = server.state_dict()["optimizer"]
+    assert state["state"][0]["step"] == 15
+    assert state["param_groups"][0]["lr"] == pytest.approx(3e-4 * 0.98**2)
+
+
+def test_labels_of_a_forgotten_device_are_not_drawn() -> None:
+    server = make_server("fedgen", generator_steps=1)
+    play(server, {"d0": table(ONE, [5, 0, 0]), "d1": table(ONE, [0, 0, 7])})
+    assert server.message()["plan"].values == {"labels": [0, 2]}
+    server.forget("d1", None)
+    assert server.message()["plan"].values == {"labels": [0]}
+    server.forget("d0", None)
+    assert "generator" not in server.message()
+
+
+def test_fleet_without_counts_trains_no_generator() -> None:
+    server = make_server("fedgen")
+    before = [tensor.clone() for tensor in server.generator.parameters()]
+    play(server, {"d0": table(ONE, [0, 0, 0]), "d1": table(ONE, [0, -1, 0])})
+    assert "generator" not in server.message()
+    assert all(torch.equal(*pair) for pair in zip(before, server.generator.parameters(), strict=True))
+
+
+def test_generator_that_diverges_is_undone() -> None:
+    server, members = make_fleet("fedgen", generator_rate=1e30)
+    (cohort,) = play(server, members)
+    assert cohort.kinds == ["generator-undone"]
+    assert all(tensor.isfinite().all() for tensor in server.generator.state_dict().values())
+
+
+@pytest.mark.parametrize("labels", [[], [3], [-1]])
+def test_labels_outside_the_contract_are_refused(labels: list[int]) -> None:
+    device = make_device("fedgen", tiny_model(), make_rows(0))
+    with pytest.raises(WireError, match="plan's labels"):
+        device.handle(told(device, labels))
+
+
+def test_bad_generator_of_the_server_is_refused() -> None:
+    device = make_device("fedgen", tiny_model(), make_rows(0))
+    with pytest.raises(WireError, match="NaN or infinity"):
+        device.handle(told(device, features=float("nan")))
+    ask = told(device)
+    wrong = Generator(parameters=model_parameters(tiny_model()), noise_size=32)
+    with pytest.raises(WireError, match="names differ"):
+        device.handle(replace(ask, parts={**ask.parts, "generator": wrong}))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("feddistill", {"gamma": -1.0}),
+        ("fd", {"window": "epoch"}),
+        ("fedgen", {"generated_batch": 1}),
+        ("fedgen", {"noise_dim": 5000}),
+    ],
+)
 def test_settings_out_of_range_are_refused(method: str, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(settings))):
         make_device(method, tiny_model(), make_rows(0), **settings)

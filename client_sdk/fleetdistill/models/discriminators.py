@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fleetdistill.training.model import FeatureModel, SplitModel
 
-__all__ = ["JudgedClassifier", "shared_features"]
+__all__ = ["JudgedClassifier", "logits_of_features", "shared_features"]
 
 
 class SharedHead(nn.Module):
@@ -68,9 +68,7 @@ class JudgedClassifier(nn.Module):
 
     def classify(self, features: Tensor) -> Tensor:
         """Returns logits `[batch, classes]` of features at the split."""
-        if isinstance(self.classifier, SplitModel):
-            return cast(Tensor, _last_layer(self.classifier)(features))
-        return cast(FeatureModel, self.classifier).predict(features)
+        return logits_of_features(self.classifier, features)
 
     def realness(self, generated: Tensor) -> Tensor:
         """Returns the discriminator's logits `[batch]` of generated samples, inputs or features."""
@@ -88,6 +86,13 @@ def shared_features(classifier: nn.Module, x: Tensor) -> Tensor:
     if isinstance(classifier, SplitModel):
         return classifier.embedding(x)
     return cast(FeatureModel, classifier).features(x)
+
+
+def logits_of_features(classifier: nn.Module, features: Tensor) -> Tensor:
+    """Returns a classifier's logits `[batch, classes]` of features at the split; see `shared_features`."""
+    if isinstance(classifier, SplitModel):
+        return cast(Tensor, _last_layer(classifier)(features))
+    return cast(FeatureModel, classifier).predict(features)
 
 
 def _last_layer(model: SplitModel) -> nn.Module:
