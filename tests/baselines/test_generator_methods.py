@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from baselines.bed import make_config, make_device, make_fleet, make_rows, make_server, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
 from methods.tiny_context import CLASSES, tiny_context
 from torch.testing import assert_close
 
@@ -18,11 +20,14 @@ from fleetdistill.methods.base import Ask
 from fleetdistill.models.discriminators import logits_of_features
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData
+from fleetdistill.training.losses import distillation_loss, soft_cross_entropy
 from fleetdistill.training.parameters import model_parameters
+from fleetdistill_lab.baselines.fedftg import hard_loss, labels_by_share, mixed_teacher
 from fleetdistill_lab.baselines.fedgen import class_shares, diversity, generate
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.traffic import Sizes
 from fleetdistill_server.testing import always, play
+from fleetdistill_server.training.trainer import Trainer
 
 LOGITS, LABELS = torch.tensor([[2.0, 0, 0], [4.0, 0, 0], [0, 3.0, 0]]), torch.tensor([0, 0, 1])
 HOSTILE = [
@@ -148,7 +153,7 @@ def test_fd_of_one_device_trains_alone() -> None:
         assert torch.equal(tensor, ended[1][name])
 
 
-@pytest.mark.parametrize("method", ["feddistill", "fd", "fedgen"])
+@pytest.mark.parametrize("method", ["feddistill", "fd", "fedgen", "fedftg"])
 def test_saved_state_continues_the_run(method: str) -> None:
     server, members = make_fleet(method, local_epochs=1)
     play(server, members, rounds=2)
@@ -303,8 +308,9 @@ def test_labels_of_a_forgotten_device_are_not_drawn() -> None:
     assert "generator" not in server.message()
 
 
-def test_fleet_without_counts_trains_no_generator() -> None:
-    server = make_server("fedgen")
+@pytest.mark.parametrize("method", ["fedgen", "fedftg"])
+def test_fleet_without_counts_trains_no_generator(method: str) -> None:
+    server = make_server(method)
     before = [tensor.clone() for tensor in server.generator.parameters()]
     play(server, {"d0": table(ONE, [0, 0, 0]), "d1": table(ONE, [0, -1, 0])})
     assert "generator" not in server.message()
@@ -335,6 +341,105 @@ def test_bad_generator_of_the_server_is_refused() -> None:
         device.handle(replace(ask, parts={**ask.parts, "generator": wrong}))
 
 
+# --- FedFTG
+
+COUNTS = torch.tensor([[30.0, 10, 0], [0, 10, 20]])
+
+
+def test_labels_of_fedftg_have_the_shares_of_the_counts() -> None:
+    """30, 20 and 20 rows of 70: 12 labels are cut at 5.14 and 8.57."""
+    labels = labels_by_share(COUNTS.sum(0), 12, torch.Generator().manual_seed(1))
+    assert labels.bincount(minlength=3).tolist() == [5, 3, 4]
+    assert labels.tolist() != sorted(labels.tolist())
+
+
+@given(counts=st.lists(st.integers(0, 10_000), min_size=1, max_size=20).filter(any), rows=st.integers(1, 300))
+def test_labels_are_of_held_classes_only(counts: list[int], rows: int) -> None:
+    drawn = labels_by_share(torch.tensor(counts, dtype=torch.float64), rows, torch.Generator()).bincount()
+    assert int(drawn.sum()) == rows
+    assert all(counts[label] for label, number in enumerate(drawn.tolist()) if number)
+
+
+def test_shares_of_classes_in_fedftg() -> None:
+    assert_close(class_shares(COUNTS).T, torch.tensor([[1.0, 0], [0.5, 0.5], [0, 1]]))
+    assert class_shares(torch.zeros(2, 1)).tolist() == [[0.0], [0.0]]
+
+
+def test_teacher_of_fedftg() -> None:
+    """Teachers (2, 0, 0) and (0, 2, 0), each with half of the class's rows, against a uniform model."""
+    logits, halves = torch.tensor([[[2.0, 0, 0]], [[0, 2.0, 0]]]), torch.full((2, 1), 0.5)
+    teacher = mixed_teacher(logits, halves)
+    assert teacher[0].tolist() == pytest.approx([0.446746, 0.446746, 0.106507], abs=1e-6)
+    by_row = soft_cross_entropy(torch.zeros(1, 3), teacher, 1.0)
+    assert float(by_row) == pytest.approx(1.098612, abs=1e-6)
+    assert float(by_row / 3) == pytest.approx(0.366204, abs=1e-6)
+    apart = [hard_loss(torch.zeros(1, 3), one, torch.tensor([1]), halves[0], 0.0) for one in logits]
+    assert float(sum(apart)) == pytest.approx(-0.666667, abs=1e-6)
+
+
+def test_labels_of_hard_inputs_are_weighted_by_row() -> None:
+    """Cross-entropies log 3 of a row with share 1, and of one with share 0; (1 log 3 + 0) / 2."""
+    teacher, shares = torch.zeros(2, 3), torch.tensor([1.0, 0.0])
+    loss = hard_loss(torch.zeros(2, 3), teacher, torch.tensor([0, 1]), shares, 1.0)
+    assert float(loss) == pytest.approx(np.log(3) / 2)
+
+
+def test_fedftg_without_iterations_is_fedavg() -> None:
+    assert same_models("fedftg", changed={"iterations": 0})
+    assert not same_models("fedftg", rounds=1)
+
+
+def test_fedftg_moves_the_mean_towards_the_devices() -> None:
+    """On the rows of both devices, whose models are trained on them."""
+    apart = []
+    for iterations in (0, 30):
+        server, members = make_fleet("fedftg", local_epochs=30, iterations=iterations)
+        play(server, members)
+        inputs = torch.cat([make_rows(number).inputs for number in range(2)])
+        teacher = torch.stack([member.local.model(inputs).softmax(1) for member in members.values()]).mean(0)
+        apart.append(distillation_loss(server.model(inputs), teacher, 1.0).item())
+    assert apart[1] < apart[0]
+
+
+@pytest.mark.parametrize("settings", [{"send_counts": False}, {}])
+def test_counts_leave_devices_of_fedftg_unless_told(settings: dict[str, Any]) -> None:
+    server, members = make_fleet("fedftg", iterations=1, **settings)
+    (cohort,) = play(server, members)
+    assert ("counts" in cohort.answers("d0")[0]) == server.config.send_counts
+    assert ("counts" in server.columns(server.config)) == server.config.send_counts
+
+
+def test_fedftg_undoes_a_model_that_diverges() -> None:
+    """What is left is the mean."""
+    server, members = make_fleet("fedftg", model_rate=1e30)
+    (cohort,) = play(server, members)
+    assert cohort.kinds == ["distillation-undone"]
+    mean, others = make_fleet("fedavg")
+    play(mean, others)
+    assert all(torch.equal(*pair) for pair in zip(server.model.parameters(), mean.model.parameters(), strict=True))
+
+
+def test_trainings_of_a_round_have_different_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resume points tell trainings apart by them."""
+    seeds = list[int]()
+    train = Trainer.train_steps
+
+    def noting(*given: Any, **named: Any) -> Any:
+        seeds.append(named["generator"].initial_seed())
+        return train(*given, **named)
+
+    monkeypatch.setattr(Trainer, "train_steps", noting)
+    server, members = make_fleet("fedftg", iterations=3, model_steps=1)
+    play(server, members)
+    assert len(seeds) == len(set(seeds)) == 6
+
+
+def test_fedftg_sends_four_bytes_for_each_class_more() -> None:
+    (exchange,), (usual,) = (make_server(method).run_exchanges() for method in ("fedftg", "fedavg"))
+    assert exchange.nbytes("up", "float32") == usual.nbytes("up", "float32") + 4 * CLASSES
+    assert exchange.nbytes("down", "float32") == usual.nbytes("down", "float32")
+
+
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
@@ -342,6 +447,8 @@ def test_bad_generator_of_the_server_is_refused() -> None:
         ("fd", {"window": "epoch"}),
         ("fedgen", {"generated_batch": 1}),
         ("fedgen", {"noise_dim": 5000}),
+        ("fedftg", {"generator": "other"}),
+        ("fedftg", {"model_rate": 0.0}),
     ],
 )
 def test_settings_out_of_range_are_refused(method: str, settings: dict[str, Any]) -> None:
