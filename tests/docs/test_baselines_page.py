@@ -30,7 +30,7 @@ def test_row_has_the_settings_that_differ_from_fedavg(name: str) -> None:
     usual = {item.name: item.default for item in dataclasses.fields(FedAvgConfig)}
     own = {item.name: item.default for item in dataclasses.fields(config_class(name))}
     settings = ROWS[name].split("|")[3]
-    shared = {"momentum", "nesterov"}  # SCAFFOLD's are said below the table
+    shared = {"momentum", "nesterov"}  # SCAFFOLD's and FedGEN's are said below the table
     for setting, default in own.items():
         if setting not in shared and (setting not in usual or usual[setting] != default):
             said = re.search(rf"`{setting}`(?: ([^,|]+))?", settings)

@@ -45,6 +45,8 @@ _MAX_SIZE = 4096
 class FedGENConfig(FedAvgConfig):
     """Settings of FedGEN in addition to those of FedAvg. The authors have others for each data set.
 
+    Local training is plain SGD by default, without momentum.
+
     Attributes:
         alpha: Weight, in the first round, of the cross-entropy of generated features, at least 0.
         beta: Weight, in the first round, of the KL from the prediction for generated features of a row's label, at
@@ -60,6 +62,8 @@ class FedGENConfig(FedAvgConfig):
         hidden: Width of the generator's hidden layer, 1 to 4,096.
     """
 
+    momentum: float = 0.0
+    nesterov: bool = False
     alpha: float = 10.0
     beta: float = 10.0
     generated_decay: float = 0.98
