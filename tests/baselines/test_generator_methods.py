@@ -271,7 +271,7 @@ def test_devices_do_not_train_the_generator() -> None:
     play(server, members, rounds=2)
     (cohort,) = play(server, members, completed=2)
     sent = cohort.sent("d0")[0]["generator"].parameters.parameters  # type: ignore[attr-defined]
-    for name, tensor in members["d0"].generator.named_parameters():  # type: ignore[attr-defined]
+    for name, tensor in members["d0"].generator.named_parameters():
         assert np.array_equal(tensor.numpy(), sent[name])
 
 

@@ -328,7 +328,7 @@ def test_ctrl_c_after_rounds_does_not_deny_them(where: str, tmp_path: Path, monk
     options = ["simulate", *OPTIONS, "--out", str(out), "--no-controls"]
     monkeypatch.setattr(f"fleetdistill_lab.simulation.{where}", press)
     if where == "fleet.make_report":
-        monkeypatch.setattr(show._Bars, "show", Impatient("fleet", 1))
+        monkeypatch.setattr(show.Bars, "show", Impatient("fleet", 1))
     expected = 130, f"interrupted; continue with --resume --out {out}"
     told = CliRunner().invoke(app, options)
     assert (told.exit_code, told.stderr.splitlines()[-1]) == expected

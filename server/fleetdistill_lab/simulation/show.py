@@ -88,7 +88,7 @@ def simulate_with_progress(
     wanted: Simulation, if_there: IfThere = "refuse", tracking: Tracking = NOT_TRACKED
 ) -> FleetReport:
     """Runs a simulation with progress bars on stderr."""
-    with _Bars(wanted, Console(stderr=True)) as bars:
+    with Bars(wanted, Console(stderr=True)) as bars:
         return simulate(wanted, bars.show, if_there=if_there, tracking=tracking, tell=bars.tell)
 
 
@@ -182,7 +182,7 @@ def _percent(rate: float | None) -> str:
     return "not scored" if rate is None else f"{rate:.1%}"
 
 
-class _Bars:
+class Bars:
     """Progress bars for the fleet and each control, with the remaining or the elapsed time."""
 
     def __init__(self, wanted: Simulation, console: Console) -> None:
@@ -201,7 +201,7 @@ class _Bars:
         self._progress = Progress(*columns, console=console, speed_estimate_period=_SPEED_SECONDS)
         self._tasks: dict[str, TaskID] = {}
 
-    def __enter__(self) -> _Bars:
+    def __enter__(self) -> Bars:
         return self
 
     def __exit__(self, *_: object) -> None:
