@@ -27,12 +27,8 @@ CENTRES, SAMPLES = (0.0, 4.0), (1, 3)
 HIDDEN = 8
 
 
-class OneWeight(nn.Module):
-    """The weight w, at 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(1))
+class _OnInputs(nn.Module):
+    """A model whose features are its inputs."""
 
     @property
     def extractor(self) -> nn.Module:
@@ -42,10 +38,32 @@ class OneWeight(nn.Module):
         return x
 
     def predict(self, features: Tensor) -> Tensor:
-        return torch.stack([self.w.expand(len(features)), -self.w.expand(len(features))], dim=1)
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         return self.predict(x)
+
+
+class OneWeight(_OnInputs):
+    """The weight w, at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+
+    def predict(self, features: Tensor) -> Tensor:
+        return torch.stack([self.w.expand(len(features)), -self.w.expand(len(features))], dim=1)
+
+
+class SameLogits(_OnInputs):
+    """Gives every row the same logits `[C]`."""
+
+    def __init__(self, logits_c: Sequence[float]) -> None:
+        super().__init__()
+        self.logits_c = nn.Parameter(torch.tensor(logits_c))
+
+    def predict(self, features: Tensor) -> Tensor:
+        return self.logits_c.expand(len(features), -1)
 
 
 def one_weight(input_shape: Sequence[int] = (1,), classes: int = 2) -> OneWeight:
@@ -91,6 +109,23 @@ def make_server(
     models = ModelSection(device=model, server=model)
     context = tiny_context(model, models=models, classes=classes, input_shape=(inputs,), proxy=proxy)
     return server_class(method)(make_config(method, **settings).for_classes(classes), context)
+
+
+def identity_extractor(input_shape: Sequence[int]) -> nn.Module:
+    """Builds an extractor whose features are its inputs."""
+    return nn.Identity()
+
+
+def linear_predictor(feature_shape: Sequence[int], classes: int) -> nn.Module:
+    """Builds a predictor of one layer."""
+    return nn.Linear(feature_shape[0], classes)
+
+
+def make_feature_server(method: str, inputs: int = INPUTS, **settings: Any) -> Any:
+    """Returns a server half of a method on features; these are the inputs, a vector of `inputs` numbers."""
+    models = ModelSection(extractor="baselines.bed:identity_extractor", server="baselines.bed:linear_predictor")
+    context = tiny_context("", models=models, input_shape=(inputs,))
+    return server_class(method)(make_config(method, **settings).for_classes(CLASSES), context)
 
 
 def make_rows(seed: int, rows: int = 20, classes: int = CLASSES) -> TensorData:

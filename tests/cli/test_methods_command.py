@@ -348,7 +348,7 @@ def run_toml(directory: Path, method: str, **settings: Any) -> Path:
         "method": settings,
         "proxy": {"data": str(proxy), "name": "made", "licence": "CC0-1.0"},
     }
-    if method in ("classstats", "feddkc"):
+    if method in ("classstats", "feddkc", "fedgkt", "fedict"):
         values["model"]["server"] = "digits_server"  # it reads features
     path.write_text(tomli_w.dumps(values))
     return path

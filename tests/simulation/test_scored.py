@@ -94,11 +94,18 @@ def test_models_are_scored_in_the_rounds_asked_for(
     assert (report.mean_accuracy_alone is not None) == bool(devices)
 
 
+WITHOUT_GLOBAL_MODEL = {
+    *("feddkc", "fedgkt", "fedict"),  # the server's model reads features
+    *("fedd2s", "fedper", "fedrep", "fedper_plus", "fedrep_plus"),  # heads stay on the devices
+    *("fd", "fedmd", "fedproto", "no_transfer"),  # devices exchange no models
+}
+
+
 @pytest.mark.parametrize("name", long_except(RUNS, "fedavg", "feddkc", "feddkd with batch-norm on devices"))
 def test_score_global_scores_a_model_or_is_refused(name: str, tmp_path: Path) -> None:
-    """Before anything is written, with the methods that have one. FD's models, of any architecture, stay on devices."""
+    """Before anything is written, with the methods that have one."""
     wanted = replace(RUNS[name], score="global", out=tmp_path / "out")
-    if wanted.method in ("feddkc", "fedd2s", "fd") or wanted.settings.get("variant") == "bn":
+    if wanted.method in WITHOUT_GLOBAL_MODEL or wanted.settings.get("variant") == "bn":
         says = f"which {wanted.method} with these settings does not have; use score sampled or devices.*: .*fedavg"
         with pytest.raises(ConfigurationError, match=says):
             simulate(wanted)

@@ -44,6 +44,7 @@ def distillation_loss(
     temperature: float,
     *,
     valid_b: Tensor | None = None,
+    class_weights: Tensor | None = None,
 ) -> Tensor:
     """Returns τ² · KL(teacher ‖ softmax(student / τ)), averaged over the rows of the mini-batch.
 
@@ -58,9 +59,11 @@ def distillation_loss(
         temperature: The papers' τ, finite and greater than 0.
         valid_b: `[batch]` bool, False for rows without a teacher. These rows contribute 0 but count in the
             mean, as in the methods' pseudocode.
+        class_weights: Factors of the classes' terms q_c · ln(q_c / p_c), `[classes]` or `[batch, classes]`, of any
+            sign; None for 1.
 
     Returns:
-        A scalar, at least 0 up to rounding; 0 for an empty batch.
+        A scalar, at least 0 up to rounding without `class_weights`; 0 for an empty batch.
 
     Raises:
         ConfigurationError: `temperature` is out of range.
@@ -72,11 +75,20 @@ def distillation_loss(
     """
     _check_temperature(temperature)
     _check_shapes(student_logits_bc, teacher_probs_bc, valid_b)
+    if class_weights is not None and class_weights.shape not in (student_logits_bc.shape, student_logits_bc.shape[1:]):
+        raise KnowledgeError(
+            f"class weights have shape {list(class_weights.shape)}, expected [{student_logits_bc.shape[1]}] or that of "
+            f"the logits, {list(student_logits_bc.shape)}"
+        )
     log_student_bc = (_at_least_float32(student_logits_bc) / temperature).log_softmax(dim=-1)
     target_bc = teacher_probs_bc.detach().to(log_student_bc.dtype)
     if valid_b is not None:
         target_bc = torch.where(valid_b[:, None], target_bc, 0.0)  # 0 · log 0 = 0: value and gradient vanish
-    divergence = functional.kl_div(log_student_bc, target_bc, reduction="sum")
+    if class_weights is None:
+        divergence = functional.kl_div(log_student_bc, target_bc, reduction="sum")
+    else:
+        terms_bc = functional.kl_div(log_student_bc, target_bc, reduction="none")
+        divergence = (class_weights.to(terms_bc.dtype) * terms_bc).sum()
     return temperature**2 * divergence / max(len(student_logits_bc), 1)
 
 

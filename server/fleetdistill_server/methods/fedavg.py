@@ -100,5 +100,9 @@ class FedAvgServer(ServerMethod):
     def global_model(self) -> torch.nn.Module | None:
         return self.model
 
+    @property
+    def has_global_model(self) -> bool:
+        return self.global_model() is not None
+
     def export(self) -> tuple[torch.nn.Module, tuple[int, ...]] | None:
         return self.model, self.context.input_shape

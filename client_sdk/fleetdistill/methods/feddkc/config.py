@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from fleetdistill.methods.feddkc.ranges import (
     check_target_peak,
 )
 from fleetdistill.methods.local import LocalTraining
+
+__all__ = ["FedDKCConfig"]
 
 REFINEMENTS = ("none", "kkr", "kkr_kernel", "skr")
 SERVER_ORDERS = ("mixed", "sequential")
@@ -89,7 +91,7 @@ class FedDKCConfig(LocalTraining):
                 "labels is false and server_beta is 0, so the server would learn nothing; set server_beta above 0"
             )
 
-    def for_classes(self, classes: int) -> FedDKCConfig:
+    def for_classes(self, classes: int) -> Self:
         """Returns this configuration with the defaults of T and E for C classes filled in.
 
         Raises:
@@ -101,6 +103,11 @@ class FedDKCConfig(LocalTraining):
         check_target_entropy(entropy, classes)
         check_epsilon(self.epsilon, target_entropy=entropy, classes=classes)
         return replace(self, target_peak=peak, target_entropy=entropy)
+
+    @property
+    def label_weights(self) -> tuple[float, float]:
+        """Weights of the cross-entropy in the device's and in the server's loss: 1 for FedDKC."""
+        return 1.0, 1.0
 
     def reveals(self) -> str:
         """See `LocalTraining.reveals`."""

@@ -23,6 +23,8 @@ from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.training.local_training import extract
 from fleetdistill.training.losses import distillation_loss, soft_targets
 
+__all__ = ["FedDKCDevice"]
+
 
 class FedDKCDevice(DeviceMethod):
     """Device half of FedDKC: trains on labels and on the server's logits, and sends its own knowledge."""
@@ -94,7 +96,7 @@ class FedDKCDevice(DeviceMethod):
 
         def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
             logits_bc = model(data.draw(rows_b))
-            own = functional.cross_entropy(logits_bc, data.labels[rows_b])
+            own = self.config.label_weights[0] * functional.cross_entropy(logits_bc, data.labels[rows_b])
             return [own if distillation is None else own + self.config.beta * distillation(logits_bc, rows_b)]
 
         self.train_local(losses, self._optimizer, seed)
@@ -102,11 +104,18 @@ class FedDKCDevice(DeviceMethod):
     def _distillation(self, teacher: _Teacher) -> Callable[[Tensor, Tensor], Tensor]:
         """Returns the distillation loss on the rows that have a target, as a function of logits `[b, C]` and rows."""
         probs, valid = teacher.probs.to(self.local.torch_device), teacher.valid.to(self.local.torch_device)
+        weights_c = self.class_weights()
 
         def distillation(logits_bc: Tensor, rows_b: Tensor) -> Tensor:
-            return distillation_loss(logits_bc, probs[rows_b], self.config.temperature, valid_b=valid[rows_b])
+            return distillation_loss(
+                logits_bc, probs[rows_b], self.config.temperature, valid_b=valid[rows_b], class_weights=weights_c
+            )
 
         return distillation
+
+    def class_weights(self) -> Tensor | None:
+        """Returns factors `[C]` of the classes' terms of the distillation loss; None, the default, for 1."""
+        return None
 
     def knowledge(self) -> SampleKnowledge:
         """Returns features at the cut, logits and, unless they stay, labels of all own rows, computed in eval mode."""

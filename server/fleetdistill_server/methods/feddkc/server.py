@@ -38,6 +38,8 @@ from fleetdistill_server.phases import phase
 from fleetdistill_server.training.evaluation import TEACHER_ACCURACY
 from fleetdistill_server.training.rows import Pool, mapped_tensor
 
+__all__ = ["FedDKCServer", "Upload"]
+
 _BLOCK_ROWS = 1024  # rows whose lengths are computed at once, in float64
 _LARGEST = 10.0  # times the devices' median; features of one extractor and logits never differ this much
 
@@ -242,13 +244,19 @@ class FedDKCServer(ServerMethod):
         pool = Pool([upload.features for upload in uploads], self.context.trainer.hardware)
         labels = torch.cat([upload.labels for upload in uploads])
         targets = torch.cat([item.probabilities for item in refined]).float()
+        factors = self.class_weights(uploads)
+        weights = (
+            None if factors is None else torch.cat([factors[one.device].expand(len(one.labels), -1) for one in uploads])
+        )
         self.context.trainer.train_steps(
             self.predictor,
             self.pools([len(upload.labels) for upload in uploads]),
             epochs=self.config.server_epochs,
             batch_size=self.config.batch_size,
             optimizer=self.optimizer,
-            losses=lambda epoch, rows, features: [self.loss(features, labels[rows], targets[rows])],
+            losses=lambda epoch, rows, features: [
+                self.loss(features, labels[rows], targets[rows], None if weights is None else weights[rows])
+            ],
             generator=generator,
             pool=pool,
         )
@@ -264,18 +272,33 @@ class FedDKCServer(ServerMethod):
         """Returns the sizes of the pools that are shuffled separately: one for all devices, or one for each."""
         return [sum(sizes)] if self.config.server_order == "mixed" else sizes
 
-    def loss(self, features_b: Tensor, labels_b: Tensor, targets_bc: Tensor) -> Tensor:
+    def class_weights(self, uploads: Sequence[Upload]) -> Mapping[str, Tensor] | None:
+        """Returns factors `[C]` of the classes' terms of the distillation loss by device; None, the default, for 1.
+
+        Called once in a round, with the rows that the predictor is trained on.
+        """
+        return None
+
+    def loss(
+        self, features_b: Tensor, labels_b: Tensor, targets_bc: Tensor, weights_bc: Tensor | None = None
+    ) -> Tensor:
         """Returns the loss of eq. (2), CE + beta * distillation, for one mini-batch; without the devices' labels no CE.
 
         Args:
             features_b: `[b, ...]`, any float type.
             labels_b: `[b]` int64.
             targets_bc: Refined probabilities, `[b, C]`.
+            weights_bc: Factors of the classes' terms of the distillation loss, `[b, C]`; None for 1.
         """
         logits_bc = self.predictor(features_b.float())
-        loss = functional.cross_entropy(logits_bc, labels_b) if self.config.labels else logits_bc.new_zeros(())
-        if self.config.server_beta > 0:
-            loss = loss + self.config.server_beta * distillation_loss(logits_bc, targets_bc, self.config.temperature)
+        config = self.config
+        loss: Tensor = logits_bc.new_zeros(())
+        if config.labels:
+            loss = config.label_weights[1] * functional.cross_entropy(logits_bc, labels_b)
+        if config.server_beta > 0:
+            loss = loss + config.server_beta * distillation_loss(
+                logits_bc, targets_bc, config.temperature, class_weights=weights_bc
+            )
         return loss
 
     def _predict(self, features: Tensor) -> Tensor:
