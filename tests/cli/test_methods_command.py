@@ -14,7 +14,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from support.fleets import DEFAULTS, EVERY_METHOD, prepare, run_in_memory
+from support.fleets import EVERY_METHOD, SUITED, prepare, run_in_memory
 from support.outside import fresh_process
 from support.sizes import sizes_of
 from typer.testing import CliRunner, Result
@@ -98,10 +98,11 @@ def test_a_round_sends_the_bytes_that_the_table_says(
     Of a method that is through after one round it is the first.
     """
     number = min(2, config_class(method).usual_rounds)
-    settings = {**DEFAULTS.get(method, {}).get("settings", {}), **settings}
+    suited = SUITED.get(method, {})
     fleet = Simulation(
         method=method,
-        settings=settings,
+        settings={**suited.get("settings", {}), **settings},
+        models=suited.get("models", ()),
         knowledge_type=knowledge_type,
         devices=2,
         rounds=3,

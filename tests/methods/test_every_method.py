@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fleets import DEFAULTS, EVERY_METHOD, REPRODUCIBLE, RUN, RUNS, prepare, record, run_in_memory
+from support.fleets import EVERY_METHOD, REPRODUCIBLE, RUN, RUNS, SUITED, prepare, record, run_in_memory
 from support.long import long_except
 from support.outside import fresh_process
 from support.undisturbed import Undisturbed
@@ -101,7 +101,7 @@ def test_the_device_half_has_a_handler_for_every_step(method: str) -> None:
 def test_a_small_fleet_learns_and_every_upload_is_used(method: str, tmp_path: Path) -> None:
     """A method of one exchange has learned all in its first round, so that it is held against chance."""
     small: dict[str, Any] = {"rounds": 6, "devices": 3, "train_limit": 400, "with_alone": False, "with_fedavg": False}
-    small["settings"] = DEFAULTS.get(method, {}).get("settings", {})
+    small |= SUITED.get(method, {})
     wanted = Simulation(method=method, seed=4, score="devices", export="all", out=tmp_path, **small)
     report = simulate(wanted)
     config = example_config(method).for_classes(10)

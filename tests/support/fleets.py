@@ -88,11 +88,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "classstats_private": {"settings": {"epsilon": 20.0, "dimensions": 32}, "train_limit": 400},
     "feddf": {"settings": {"local_epochs": 5}},
     "fedgen": {"settings": {"alpha": 1.0, "beta": 1.0}},
+    "fedproto": {"models": ("digits_linear", "digits_cnn_small")},
 }
-"""What a simulation changes for a method that has no default of a setting, or needs more rows or passes over them.
+"""What a simulation changes for a method that has no default of a setting, or needs more rows or passes over them, or
+models with one size of embeddings.
 
 FedGEN's loss contains two terms with a weight of 10, which a test that bounds every mean loss by 10 does not expect.
 """
+SUITED = {
+    method: {name: value for name, value in changes.items() if name != "train_limit"}
+    for method, changes in DEFAULTS.items()
+}
+"""The same for a test that says itself how many rows there are."""
 RUNS = {
     **{method: replace(SMALL, method=method, **DEFAULTS.get(method, {})) for method in EVERY_METHOD},
     **{name: replace(SMALL, **changes) for name, changes in VARIANTS.items()},

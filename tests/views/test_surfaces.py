@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fleets import EVERY_METHOD
+from support.fleets import EVERY_METHOD, SUITED
 from support.long import long_except
 from typer.testing import CliRunner
 
@@ -91,7 +91,10 @@ def in_the_report(report: FleetReport) -> Figures:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", long_except(EVERY_METHOD, "classstats", "fedavg", "feddkc"))
 def test_every_surface_shows_the_same_figures(method: str, tmp_path: Path) -> None:
-    report = simulate(Simulation(method=method, settings=SETTINGS.get(method, {}), out=tmp_path, **SMALL))
+    models = SUITED.get(method, {}).get("models", ())
+    report = simulate(
+        Simulation(method=method, settings=SETTINGS.get(method, {}), models=models, out=tmp_path, **SMALL)
+    )
     directory = tmp_path / "work" / "store"
     expected = shown(directory)
     last = max(expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from fleetdistill.errors import RefusedError
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.kind import COLUMNS, Array, Kind, PartSchema, declared_of
 from fleetdistill.wire.payload import DTYPES, tensor_paths
-from fleetdistill.wire.schema import FLOAT32, UINT8, Tensors, TensorSchema, TypedShape
+from fleetdistill.wire.schema import FLOAT32, UINT8, Shapes, Tensors, TensorSchema, TypedShape
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 _MAX_NAMED = 5
@@ -150,7 +151,12 @@ class NamedTensors(Kind):
 
     @classmethod
     def schema(
-        cls, shapes: Mapping[str, Sequence[int]], *, reveals: Sequence[str] = (), dtype: np.dtype | type = FLOAT32
+        cls,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        reveals: Sequence[str] = (),
+        dtype: np.dtype | type = FLOAT32,
+        features: Shapes = MappingProxyType({}),
     ) -> PartSchema:
         """Returns the schema of a part.
 
@@ -158,13 +164,15 @@ class NamedTensors(Kind):
             shapes: Shape of each tensor by name; a `TypedShape` has an element type of its own.
             reveals: Columns of the device that the tensors contain.
             dtype: Element type of the other tensors.
+            features: Feature columns that the tensors are computed from: shape of one sample by cut. A device whose
+                model has other shapes is told so when it checks in.
         """
         typed = {
             f"tensors/{name}": shape if isinstance(shape, TypedShape) else TypedShape.of(tuple(shape), dtype)
             for name, shape in shapes.items()
         }
         tensors = {path: TensorSchema((shape.dtype,), tuple(shape)) for path, shape in typed.items()}
-        return PartSchema(kind=cls, tensors=tensors, columns=tuple(reveals), declared=typed)
+        return PartSchema(kind=cls, tensors=tensors, columns=tuple(reveals), features=features, declared=typed)
 
     @classmethod
     def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:

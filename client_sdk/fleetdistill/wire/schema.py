@@ -16,6 +16,8 @@ import numpy as np
 
 from fleetdistill.wire.quantize import LARGEST, MAX_SCALE
 
+__all__ = ["TypedShape"]
+
 ROWS = -1
 """Placeholder for a number of rows in an expected shape; any number, but equal for all columns of a part."""
 

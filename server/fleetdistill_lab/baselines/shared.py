@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from fleetdistill_server.methods.traffic import Message, Sizes
 
 __all__ = [
     "check_embedding",
+    "class_sums",
     "counts_of",
     "counts_schema",
     "embeddings_of",
@@ -31,6 +32,7 @@ __all__ = [
     "named_copies",
     "of_parameters",
     "received_array",
+    "received_tables",
     "received_tensors",
     "register",
     "sent_counts",
@@ -117,6 +119,34 @@ def received_array(ask: Ask, part: str, name: str, shape: tuple[int, ...]) -> Te
         found = "missing" if array is None else f"{list(array.shape)}"
         raise WireError(f"{part}/{name} from the server must be finite numbers {list(shape)}, but is {found}")
     return torch.from_numpy(array.astype(np.float32))
+
+
+def class_sums(rows: Tensor, labels_n: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Returns the sum of each class's rows, `[C, ...]` float64, and the classes' numbers of rows, `[C]` int64.
+
+    Args:
+        rows: `[N, ...]`, on the CPU.
+        labels_n: Classes of the rows, `[N]` int64, on the CPU.
+        classes: C.
+    """
+    sums = torch.zeros(classes, *rows.shape[1:], dtype=torch.float64)
+    return sums.index_add_(0, labels_n, rows.double()), torch.bincount(labels_n, minlength=classes)
+
+
+def received_tables(sent: NamedTensors, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """Returns tensors that a server sent, by name.
+
+    Raises:
+        WireError: The names or shapes are not these, or a value is not finite.
+    """
+    found = {name: tuple(array.shape) for name, array in sent.tensors.items()}
+    expected = {name: tuple(shape) for name, shape in shapes.items()}
+    if found != expected:
+        raise WireError(f"the server's tensors have the shapes {found}, expected {expected}; use the run's models")
+    for name, array in sent.tensors.items():
+        if not np.isfinite(array).all():
+            raise WireError(f"the server's {name} contain NaN or infinity; ask the run's operator to check the run")
+    return {name: torch.from_numpy(np.array(array)) for name, array in sent.tensors.items()}
 
 
 def embeddings_of(model: nn.Module, inputs_b: Tensor) -> Tensor:
