@@ -117,7 +117,7 @@ def test_prototypes_draw_devices_together() -> None:
         server, members = make_fleet("fedproto", prototype_weight=weight)
         play(server, members, rounds=8)
         one, other = (member.handle(member.first_ask()).parts["prototypes"] for member in members.values())
-        gap = one.tensors["prototypes"] - other.tensors["prototypes"]  # type: ignore[attr-defined]
+        gap = one.tensors["prototypes"] - other.tensors["prototypes"]
         distances.append(float(np.abs(gap).mean()))
     assert distances[1] < distances[0] / 2
 

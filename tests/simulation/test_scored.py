@@ -98,6 +98,7 @@ WITHOUT_GLOBAL_MODEL = {
     *("feddkc", "fedgkt", "fedict"),  # the server's model reads features
     *("fedd2s", "fedper", "fedrep", "fedper_plus", "fedrep_plus"),  # heads stay on the devices
     *("fd", "fedmd", "fedproto", "no_transfer"),  # devices exchange no models
+    "fedbn",  # of a model with batch-norm, as the usual one
 }
 
 

@@ -20,7 +20,7 @@ from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.fedavg.device import FedAvgDevice
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.training.losses import distillation_loss
-from fleetdistill_lab.baselines.shared import counts_of, counts_schema, received_array, register, sent_counts
+from fleetdistill_lab.baselines.shared import counts_of, counts_schema, received_tables, register, sent_counts
 from fleetdistill_server.methods.averaging import TensorMean
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
@@ -74,7 +74,8 @@ class ClassMeans(DeviceMethod):
         classes, device = self.local.classes, self.local.torch_device
         self._teacher_cc: Tensor | None = None
         if "classes" in ask.parts:
-            teacher_cc = received_array(ask, "classes", "logits", (classes, classes)).to(device)
+            received = received_tables(ask.part("classes", NamedTensors), {"logits": (classes, classes)})
+            teacher_cc = received["logits"].to(device)
             self._known_c = (teacher_cc != 0).any(dim=1) | self.config.smoothing
             self._teacher_cc = teacher_cc.softmax(dim=1)
         keep = self.config.window == "all"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fleetdistill.errors import ModelError, WireError
 from fleetdistill.knowledge import ModelParameters, NamedTensors, Parts, Weights
 from fleetdistill.methods import register as register_device
-from fleetdistill.methods.base import Ask, DeviceMethod, Local
+from fleetdistill.methods.base import DeviceMethod, Local
 from fleetdistill.training.model import embedding_tap
 from fleetdistill.training.parameters import load_parameters, take_weights
 from fleetdistill_server.methods import register as register_server
@@ -31,7 +31,6 @@ __all__ = [
     "inner_product",
     "named_copies",
     "of_parameters",
-    "received_array",
     "received_tables",
     "received_tensors",
     "register",
@@ -106,19 +105,6 @@ def sent_counts(local: Local) -> Parts:
 def counts_of(answer: DeviceAnswer) -> Tensor:
     """Returns a device's rows of each class, `[C]` float64; a negative number counts as 0."""
     return torch.tensor(answer.part("counts", NamedTensors).tensors["counts"], dtype=torch.float64).clamp_min(0)
-
-
-def received_array(ask: Ask, part: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Returns a tensor of a part of own tensors from the server, float32 on the CPU.
-
-    Raises:
-        WireError: It is missing or of another shape, or a number is not finite.
-    """
-    array = ask.part(part, NamedTensors).tensors.get(name)
-    if array is None or array.shape != shape or not np.isfinite(array).all():
-        found = "missing" if array is None else f"{list(array.shape)}"
-        raise WireError(f"{part}/{name} from the server must be finite numbers {list(shape)}, but is {found}")
-    return torch.from_numpy(array.astype(np.float32))
 
 
 def class_sums(rows: Tensor, labels_n: Tensor, classes: int) -> tuple[Tensor, Tensor]:
