@@ -362,7 +362,8 @@ def of_file(member: str, expected: Callable[[Moment], Any]) -> Callable[[Moment]
 def variant(at: Moment) -> None:
     if at.files:
         result = predictor_of(at).variant
-        assert result == ("general" if (at.device.state_dir / "personal.onnx").exists() else "")
+        further = [(at.device.state_dir / f"{name}.onnx").exists() for name in ("own", "personal")]
+        assert result == ("general" if any(further) else "")
 
 
 def file_model(at: Moment) -> None:

@@ -13,6 +13,7 @@ from support.fleets import BASELINES
 from fleetdistill.methods import config_class
 from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.feddkc.config import FedDKCConfig
+from fleetdistill.methods.local import LocalTraining
 from fleetdistill_lab.baselines.fedgkt import FedGKTConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "baselines.md").read_text()
@@ -30,7 +31,7 @@ def test_the_page_has_a_row_for_each_baseline() -> None:
 
 def usual_settings(config: type[Any]) -> dict[str, Any]:
     """Defaults of the method that a baseline is built on, or of the baseline whose settings its row refers to."""
-    base = next(one for one in (FedGKTConfig, FedDKCConfig, FedAvgConfig) if one in config.__mro__[1:])
+    base = next(one for one in (FedGKTConfig, FedDKCConfig, FedAvgConfig, LocalTraining) if one in config.__mro__[1:])
     return {item.name: item.default for item in dataclasses.fields(base)}
 
 

@@ -88,7 +88,7 @@ def test_every_device_exports_the_model_that_its_app_uses(
         first = [parameter.clone() for parameter in model.parameters()]
         model.load_state_dict(unpack_state(played.files[f"{spec.name}/delivered.safetensors"])["model"])
         kept = all(torch.equal(*pair) for pair in zip(first, model.parameters(), strict=True))
-        assert kept is (getattr(config, "own_network", "") == "kept")
+        assert kept is (has_own_file and getattr(config, "own_network", "kept") == "kept")
         exported = models.export(spec, tmp_path, (OWN, PERSONAL))
         assert exported is not None
         assert exported.file == f"onnx/{spec.name}.onnx"

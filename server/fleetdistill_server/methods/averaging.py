@@ -18,7 +18,7 @@ from fleetdistill_server.event_kinds import MOST_OF_THE_WEIGHT
 from fleetdistill_server.methods.cohort import Notes
 from fleetdistill_server.phases import phase
 
-__all__ = ["TensorMean", "WeightedMean"]
+__all__ = ["OFF", "TensorMean", "WeightedMean", "cap"]
 
 OFF = "off"
 _MAX_WEIGHT = 3.0  # times the median weight

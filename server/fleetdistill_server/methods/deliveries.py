@@ -16,6 +16,8 @@ from typing import Any
 
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, PayloadFor
 
+__all__ = ["Deliveries"]
+
 Version = Any
 """Identifies the content that a device holds, such as a digest; never None."""
 
