@@ -16,9 +16,10 @@ from fleetdistill.errors import ConfigurationError, WireError
 from fleetdistill.knowledge import GENERAL, Array, NamedTensors
 from fleetdistill.methods.base import Ask
 from fleetdistill.training.local_training import TensorData
+from fleetdistill_lab.baselines.fedpft import fit_mixture
 from fleetdistill_server.testing import FakeCohort, Member, always, play
 
-METHODS = ["fedcgs"]
+METHODS = ["fedcgs", "fedpft"]
 every = pytest.mark.parametrize("method", METHODS)
 
 
@@ -178,7 +179,101 @@ def test_bad_classifier_of_the_server_is_refused(method: str, bad: dict[str, Any
     assert device.variants() == {}
 
 
-@pytest.mark.parametrize(("method", "settings"), [("fedcgs", {"ridge": -0.1})])
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("fedcgs", {"ridge": -0.1}),
+        ("fedpft", {"components": 0}),
+        ("fedpft", {"covariance": "tied"}),
+        ("fedpft", {"drawn_rows": 0}),
+        ("fedpft", {"head_epochs": 0}),
+        ("fedpft", {"head_rate": 0.0}),
+    ],
+)
 def test_settings_out_of_range_are_refused(method: str, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(settings))):
         make_feature_server(method, **settings)
+
+
+ROWS = torch.tensor([[0.0, 0.0], [2.0, 0.0], [0.0, 4.0], [2.0, 4.0]]).double()
+
+
+@pytest.mark.parametrize(
+    ("covariance", "expected"),
+    [("spherical", 2.5), ("diagonal", [1.0, 4.0]), ("full", [[1.0, 0.0], [0.0, 4.0]])],
+)
+def test_one_gaussian_has_mean_and_variances_of_the_rows(covariance: str, expected: Any) -> None:
+    """Means 1 and 2; variances ((-1)^2 + 1^2) / 2 = 1 and 4, whose mean is 2.5."""
+    mixture = fit_mixture(ROWS, 1, covariance, torch.Generator())
+    assert mixture["means"].tolist() == [[1, 2]]
+    assert mixture["shares"].tolist() == [1]
+    assert_close(mixture["variances"][0], torch.tensor(expected).double(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("covariance", ["spherical", "diagonal", "full"])
+def test_two_gaussians_find_two_groups_of_rows(covariance: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(90, 2, generator=generator, dtype=torch.float64)
+    rows[:30] += 20
+    mixture = fit_mixture(rows, 2, covariance, generator)
+    order = mixture["means"][:, 0].argsort()
+    assert_close(mixture["shares"][order], torch.tensor([2 / 3, 1 / 3]).double(), atol=1e-3, rtol=0)
+    assert_close(mixture["means"][order[1]], rows[:30].mean(0), atol=1e-3, rtol=0)
+
+
+def test_mixture_has_no_more_components_than_rows() -> None:
+    mixture = fit_mixture(ROWS[:2], 5, "diagonal", torch.Generator())
+    assert mixture["means"].shape == (2, 2)
+
+
+@pytest.mark.parametrize("covariance", ["spherical", "diagonal", "full"])
+def test_head_of_drawn_rows_knows_the_classes(covariance: str) -> None:
+    settings: dict[str, Any] = {"covariance": covariance, "components": 2}
+    server = make_feature_server("fedpft", **settings)
+    data = make_rows(0, rows=90)
+    far = TensorData(data.inputs + 9 * torch.eye(INPUTS)[data.labels], data.labels)
+    play(server, {f"d{number}": device_of("fedpft", one, **settings) for number, one in enumerate(parts_of(far, 3))})
+    with torch.no_grad():
+        assert (server.global_model()(far.inputs).argmax(1) == far.labels).double().mean() > 0.9
+
+
+def pft_table(counts: Sequence[int], mean: float = 0.0, variance: float = 1.0, share: float = 1.0) -> Member:
+    return table_of(
+        shares=np.full((CLASSES, 1), share, np.float32),
+        means=np.full((CLASSES, 1, INPUTS), mean, np.float32),
+        variances=np.full((CLASSES, 1), variance, np.float32),
+        counts=np.array(counts, np.int64),
+    )
+
+
+def test_server_draws_no_more_rows_than_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = make_feature_server("fedpft", drawn_rows=100, head_epochs=1)
+    drawn = list[int]()
+    steps = type(server.context.trainer).train_steps
+
+    def noting(trainer: Any, model: Any, rows: int, **others: Any) -> Any:
+        drawn.append(rows)
+        return steps(trainer, model, rows, **others)
+
+    monkeypatch.setattr(type(server.context.trainer), "train_steps", noting)
+    play(server, {"d0": pft_table([10**15, 10**15, 2 * 10**15])})
+    assert drawn == [100]
+
+
+def test_mixture_without_shares_gives_no_classifier() -> None:
+    server = make_feature_server("fedpft")
+    play(server, {"d0": pft_table([5, 5, 5], share=-1.0)})
+    assert server.head is None
+
+
+def test_largest_numbers_leave_a_finite_classifier() -> None:
+    server = make_feature_server("fedpft")
+    play(server, {"d0": pft_table([5, 5, 5], mean=3e38, variance=3e38)})
+    assert all(bool(one.isfinite().all()) for one in server.head.values())
+
+
+def test_training_that_diverges_is_told_of() -> None:
+    server = make_feature_server("fedpft", head_rate=3e37)
+    (cohort,) = play(server, {"d0": pft_table([5, 5, 5], mean=10)})
+    assert server.head is None
+    assert kinds(cohort) == ["distillation-undone"]
