@@ -179,10 +179,10 @@ def model_of(member: Any) -> Any:
 def test_bad_class_logits_of_the_server_are_refused(method: str, bad: Any) -> None:
     device = make_device(method, tiny_model(), make_rows(0))
     parts = {**device.first_ask().parts, "classes": NamedTensors(tensors={"logits": bad})}
-    with pytest.raises(WireError, match="the server's (tensors have the shapes|logits contain NaN)"):
+    with pytest.raises(WireError, match=r"the server's (tensors have the shapes|logits contain NaN)"):
         device.handle(Ask(round=2, step="train", seed=0, parts=parts))
     parts = {**parts, "classes": NamedTensors(tensors={})}
-    with pytest.raises(WireError, match="the server's (tensors have the shapes|logits contain NaN)"):
+    with pytest.raises(WireError, match=r"the server's (tensors have the shapes|logits contain NaN)"):
         device.handle(Ask(round=2, step="train", seed=0, parts=parts))
 
 
