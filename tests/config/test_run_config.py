@@ -13,6 +13,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fleets import EVERY_METHOD
 from support.outside import fresh_process
 
 from fleetdistill.errors import ConfigurationError
@@ -155,8 +156,7 @@ def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
     with fresh_process():
         said = refusal(with_setting("run", "method", "xyz"))
     assert said == (
-        "[run] method: unknown method 'xyz', expected one of cdkt, classstats, classstats_private, dafkd, "
-        "fedavg, fedd2s, feddkc, feddkd; "
+        f"[run] method: unknown method 'xyz', expected one of {', '.join(EVERY_METHOD)}; "
         "import the module that registers your own method first"
     )
 
