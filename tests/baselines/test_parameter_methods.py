@@ -258,3 +258,12 @@ def test_a_forgotten_device_no_longer_counts(monkeypatch: pytest.MonkeyPatch) ->
     play(server, members)
     server.forget("d0", None)
     assert server.state_dict()["devices"] == ["d1"]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "no_transfer"])
+def test_local_rate_falls_from_round_to_round(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone at c = 4: 0.4 after the first round, and half a step more after the second."""
+    server, members = quadratic_fleet(method, monkeypatch, centres=(4.0, 4.0), learning_rate_round_decay=0.5)
+    play(server, members, rounds=2)
+    for member in members.values():
+        assert member.local.model.w.item() == pytest.approx(0.4 + 0.05 * 3.6)

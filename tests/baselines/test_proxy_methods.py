@@ -85,7 +85,7 @@ def test_fedmd_starts_on_the_proxy_labels(monkeypatch: pytest.MonkeyPatch) -> No
     server, members = proxy_fleet("fedmd", start_epochs=2)
     seen = list[str]()
     half = type(members["d0"])
-    monkeypatch.setattr(half, "begin", noting(seen, "labels", half.begin))
+    monkeypatch.setattr(half, "start", noting(seen, "labels", half.start))
     monkeypatch.setattr(half, "proxy_loss", noting(seen, "consensus", half.proxy_loss))
     play(server, members, rounds=2)
     assert seen == ["labels", "labels", "consensus", "consensus"]

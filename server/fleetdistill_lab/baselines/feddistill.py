@@ -7,7 +7,7 @@ FedAvg: Zhu, Hong and Zhou, Data-Free Knowledge Distillation for Heterogeneous F
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +15,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from fleetdistill.knowledge import NamedTensors, Parts
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_choice, check_range
+from fleetdistill.methods.base import Ask, DeviceMethod, Local, check_choice, check_range
 from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.fedavg.device import FedAvgDevice
-from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.training.losses import distillation_loss
-from fleetdistill_lab.baselines.shared import counts_of, counts_schema, received_tables, register, sent_counts
+from fleetdistill_lab.baselines.shared import (
+    OwnModelDevice,
+    counts_of,
+    counts_schema,
+    received_tables,
+    register,
+    sent_counts,
+)
 from fleetdistill_server.methods.averaging import TensorMean
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
@@ -163,27 +169,10 @@ class FDConfig(FedDistillConfig):
     smoothing: bool = False
 
 
-class FDDevice(ClassMeans):
+class FDDevice(ClassMeans, OwnModelDevice):
     """Device half of FD: its model, of any architecture, stays on the device."""
 
     config: FDConfig
-
-    @classmethod
-    def metrics_steps(cls, config: FDConfig) -> Sequence[str]:
-        return ("train",)
-
-    def first_ask(self) -> Ask:
-        return Ask(round=1, step="train", seed=0)
-
-    @answers("train")
-    def train(self, ask: Ask) -> Answer:
-        """Trains the device's own model further, and sends its class logits."""
-        self.begin(ask)
-        model, data = self.local.model, self.local.data.to(self.local.torch_device)
-        rate = self.config.local_rate(ask.round)
-        optimizer = make_local_optimizer(replace(self.config, learning_rate=rate), model.parameters())
-        self.train_local(lambda epoch, rows_b: [self.loss(data.draw(rows_b), data.labels[rows_b])], optimizer, ask.seed)
-        return Answer(parts=self.end(ask), samples=len(data))
 
 
 class FDServer(ServerMethod):

@@ -52,7 +52,7 @@ class FedMDDevice(ProxyDevice):
 
     config: FedMDConfig
 
-    def begin(self, ask: Ask) -> None:
+    def start(self, ask: Ask) -> None:
         """Trains on the labels of the proxy set, as long as there is no consensus."""
         loss = lambda own_bc, rows_b: functional.cross_entropy(own_bc, self.proxy_labels(rows_b))  # noqa: E731
         self.fit_proxy(ask, self.config.start_epochs, loss)

@@ -6,7 +6,7 @@ Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,20 @@ from torch.nn import functional
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import EMBEDDING, Array, NamedTensors, Parts
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_range
+from fleetdistill.methods.base import Ask, Local, check_range
 from fleetdistill.methods.fedavg.config import FedAvgConfig
-from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.training.local_training import extract
 from fleetdistill.training.losses import feature_distance
 from fleetdistill.training.model import embedding_tap, logits_and_embedding
 from fleetdistill.wire.schema import TypedShape
-from fleetdistill_lab.baselines.shared import check_embedding, class_sums, embeddings_of, received_tables, register
+from fleetdistill_lab.baselines.shared import (
+    OwnModelDevice,
+    check_embedding,
+    class_sums,
+    embeddings_of,
+    received_tables,
+    register,
+)
 from fleetdistill_server.methods.averaging import TensorMean
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort
@@ -55,7 +61,7 @@ class FedProtoConfig(FedAvgConfig):
         return "the mean embedding of every class leaves; that of a class with one row is this row's embedding"
 
 
-class FedProtoDevice(DeviceMethod):
+class FedProtoDevice(OwnModelDevice):
     """Device half of FedProto: draws embeddings to their classes' global prototypes, and sends its own prototypes.
 
     The embedding is the input of the last layer. A row whose class has no global prototype adds only its cross-entropy.
@@ -70,39 +76,26 @@ class FedProtoDevice(DeviceMethod):
         check_embedding(local.model, "FedProto")
         super().__init__(config, local)
 
-    @classmethod
-    def metrics_steps(cls, config: FedProtoConfig) -> Sequence[str]:
-        return ("train",)
-
     def first_ask(self) -> Ask:
         classes = self.local.classes
         prototypes: Array = np.zeros((classes, *self._shape()), np.float32)
         tables = {"prototypes": prototypes, "devices": np.zeros(classes, np.int64)}
         return Ask(round=1, step="train", seed=0, parts={"prototypes": NamedTensors(tensors=tables)})
 
-    @answers("train")
-    def train(self, ask: Ask) -> Answer:
-        """Trains on cross-entropy + lambda * squared distance to the prototypes, then computes the device's own."""
-        local, config, classes = self.local, self.config, self.local.classes
-        shapes = {"prototypes": (classes, *self._shape()), "devices": (classes,)}
+    def begin(self, ask: Ask) -> None:
+        """Takes the global prototypes. Raises WireError unless they are finite `[C, F]`."""
+        shapes = {"prototypes": (self.local.classes, *self._shape()), "devices": (self.local.classes,)}
         received = received_tables(ask.part("prototypes", NamedTensors), shapes)
-        prototypes, known_c = (
-            received["prototypes"].to(local.torch_device),
-            received["devices"].to(local.torch_device) > 0,
-        )
-        data = local.data.to(local.torch_device)
+        self._global = received["prototypes"].to(self.local.torch_device)
+        self._known_c = received["devices"].to(self.local.torch_device) > 0
 
-        def losses(epoch: int, rows_b: Tensor) -> list[Tensor]:
-            logits_bc, own = logits_and_embedding(local.model, data.draw(rows_b))
-            labels_b = data.labels[rows_b]
-            distance = feature_distance(own, prototypes[labels_b], valid_b=known_c[labels_b])
-            return [functional.cross_entropy(logits_bc, labels_b) + config.prototype_weight * distance]
+    def loss(self, inputs_b: Tensor, labels_b: Tensor) -> Tensor:
+        """Returns the cross-entropy + lambda * squared distance of embeddings to their classes' prototypes."""
+        logits_bc, own = logits_and_embedding(self.local.model, inputs_b)
+        distance = feature_distance(own, self._global[labels_b], valid_b=self._known_c[labels_b])
+        return functional.cross_entropy(logits_bc, labels_b) + self.config.prototype_weight * distance
 
-        now = replace(config, learning_rate=config.local_rate(ask.round))
-        self.train_local(losses, make_local_optimizer(now, local.model.parameters()), ask.seed)
-        return Answer(parts=self._prototypes(), samples=len(local.data))
-
-    def _prototypes(self) -> Parts:
+    def end(self, ask: Ask) -> Parts:
         """Returns the mean embedding of each class, in eval mode; 0 for a class that the device does not have."""
         rows = extract(
             lambda inputs: embeddings_of(self.local.model, inputs), self.local.data.inputs, model=self.local.model

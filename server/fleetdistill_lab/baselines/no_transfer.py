@@ -10,12 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.nn import functional
-
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers
 from fleetdistill.methods.fedavg.config import FedAvgConfig
-from fleetdistill.methods.local import make_local_optimizer
-from fleetdistill_lab.baselines.shared import register
+from fleetdistill_lab.baselines.shared import OwnModelDevice, register
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.traffic import Exchange, Sizes
@@ -28,26 +24,8 @@ class NoTransferConfig(FedAvgConfig):
     """Settings of No Transfer, which are FedAvg's; `weighting` has no effect."""
 
 
-class NoTransferDevice(DeviceMethod):
-    """Device half of No Transfer: trains its own model further."""
-
-    config: NoTransferConfig
-
-    @classmethod
-    def metrics_steps(cls, config: NoTransferConfig) -> Sequence[str]:
-        return ("train",)
-
-    def first_ask(self) -> Ask:
-        return Ask(round=1, step="train", seed=0)
-
-    @answers("train")
-    def train(self, ask: Ask) -> Answer:
-        """Trains for a round's local epochs from the device's own last model."""
-        model, data = self.local.model, self.local.data.to(self.local.torch_device)
-        optimizer = make_local_optimizer(self.config, model.parameters())
-        losses = lambda epoch, rows_b: [functional.cross_entropy(model(data.draw(rows_b)), data.labels[rows_b])]  # noqa: E731
-        self.train_local(losses, optimizer, ask.seed)
-        return Answer(parts={}, samples=len(data))
+class NoTransferDevice(OwnModelDevice):
+    """Device half of No Transfer: trains its own model further, and sends nothing."""
 
 
 class NoTransferServer(ServerMethod):

@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fleetdistill.errors import WireError
-from fleetdistill.knowledge import ProxyKnowledge
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers, check_range
+from fleetdistill.knowledge import Parts, ProxyKnowledge
+from fleetdistill.methods.base import Ask, check_range
 from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.seeds import derive_seed
 from fleetdistill.training.local_training import TensorData, extract, train_steps
 from fleetdistill.training.losses import distillation_loss
 from fleetdistill.training.rollback import reason_not_sent
+from fleetdistill_lab.baselines.shared import OwnModelDevice
 from fleetdistill_server.methods.base import Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.context import MethodContext
@@ -49,39 +49,32 @@ class ProxyConfig(FedAvgConfig):
         check_range("proxy_epochs", self.proxy_epochs, 1)
 
 
-class ProxyDevice(DeviceMethod):
+class ProxyDevice(OwnModelDevice):
     """Device half: learns from the server's logits, trains on its own rows, and sends its logits of the proxy set."""
 
     config: ProxyConfig
 
-    @classmethod
-    def metrics_steps(cls, config: ProxyConfig) -> Sequence[str]:
-        return ("train",)
-
     def first_ask(self) -> Ask:
         return Ask(round=1, step="train", seed=0, parts={"knowledge": ProxyKnowledge(valid=False)})
 
-    @answers("train")
-    def train(self, ask: Ask) -> Answer:
-        """Trains on proxy set and own rows, and returns logits `[P, classes]` of the proxy set in eval mode."""
-        local, proxy = self.local, self.proxy()
-        received = ask.part("knowledge", ProxyKnowledge)
-        if received.valid:
-            logits_pc = self._received(received).to(local.torch_device)
-            self.fit_proxy(
-                ask, self.config.proxy_epochs, lambda own_bc, rows_b: self.proxy_loss(own_bc, rows_b, logits_pc)
-            )
-        else:
-            self.begin(ask)
-        data = local.data.to(local.torch_device)
-        losses = lambda epoch, rows_b: [functional.cross_entropy(local.model(data.draw(rows_b)), data.labels[rows_b])]  # noqa: E731
-        self.train_local(losses, self._optimizer(ask), ask.seed)
-        logits = extract(local.model, proxy.inputs).numpy()
-        sent = ProxyKnowledge(valid=True, proxy_digest=local.proxy_digest, logits=logits)
-        return Answer(parts={"knowledge": sent}, samples=len(local.data))
-
     def begin(self, ask: Ask) -> None:
+        """Trains on the proxy set, towards the server's logits if there are some."""
+        self.proxy()  # without one, before anything is trained
+        received = ask.part("knowledge", ProxyKnowledge)
+        if not received.valid:
+            self.start(ask)
+            return
+        logits_pc = self._received(received).to(self.local.torch_device)
+        loss = lambda own_bc, rows_b: self.proxy_loss(own_bc, rows_b, logits_pc)  # noqa: E731
+        self.fit_proxy(ask, self.config.proxy_epochs, loss)
+
+    def start(self, ask: Ask) -> None:
         """Prepares the model in a round in which the server has no logits yet; by default does nothing."""
+
+    def end(self, ask: Ask) -> Parts:
+        """Returns logits `[P, classes]` of the proxy set, in eval mode."""
+        logits = extract(self.local.model, self.proxy().inputs).numpy()
+        return {"knowledge": ProxyKnowledge(valid=True, proxy_digest=self.local.proxy_digest, logits=logits)}
 
     @abstractmethod
     def proxy_loss(self, own_bc: Tensor, rows_b: Tensor, logits_pc: Tensor) -> Tensor:
@@ -90,12 +83,13 @@ class ProxyDevice(DeviceMethod):
     def fit_proxy(self, ask: Ask, epochs: int, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Trains the model on the proxy set; `loss` maps logits `[b, classes]` and rows `[b]` to a scalar."""
         proxy, model = self.proxy().to(self.local.torch_device), self.local.model
+        now = replace(self.config, learning_rate=self.config.local_rate(ask.round))
         train_steps(
             model,
             len(proxy),
             epochs=epochs,
             batch_size=self.config.batch_size,
-            optimizer=self._optimizer(ask),
+            optimizer=make_local_optimizer(now, model.parameters()),
             losses=lambda epoch, rows_b: [loss(model(proxy.inputs[rows_b]), rows_b)],
             generator=torch.Generator().manual_seed(derive_seed(ask.seed, "proxy")),
             device=self.local.torch_device,
@@ -116,10 +110,6 @@ class ProxyDevice(DeviceMethod):
         if received.logits is None or received.logits.shape != shape or not np.isfinite(received.logits).all():
             raise WireError(f"the server's logits of the proxy set must be finite numbers {list(shape)}")
         return torch.from_numpy(received.logits.astype(np.float32))
-
-    def _optimizer(self, ask: Ask) -> torch.optim.Optimizer:
-        rate = self.config.local_rate(ask.round)
-        return make_local_optimizer(replace(self.config, learning_rate=rate), self.local.model.parameters())
 
 
 class ProxyServer(ServerMethod):

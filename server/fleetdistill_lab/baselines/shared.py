@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from fleetdistill.errors import ModelError, WireError
 from fleetdistill.knowledge import ModelParameters, NamedTensors, Parts, Weights
 from fleetdistill.methods import register as register_device
-from fleetdistill.methods.base import DeviceMethod, Local
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers
+from fleetdistill.methods.fedavg.device import FedAvgDevice
 from fleetdistill.training.model import embedding_tap
 from fleetdistill.training.parameters import load_parameters, take_weights
 from fleetdistill_server.methods import register as register_server
@@ -22,6 +23,7 @@ from fleetdistill_server.methods.cohort import DeviceAnswer
 from fleetdistill_server.methods.traffic import Message, Sizes
 
 __all__ = [
+    "OwnModelDevice",
     "check_embedding",
     "class_sums",
     "counts_of",
@@ -44,6 +46,28 @@ def register(method: str, config: type[Any], device: type[DeviceMethod], server:
     """Registers both halves of a method. Raises ConfigurationError if the name belongs to another method."""
     register_device(method, config, device)
     register_server(method, server)
+
+
+class OwnModelDevice(FedAvgDevice):
+    """Device half that trains its own model further, of any architecture, and sends no parameters.
+
+    Methods override `begin`, `loss` and `end`, which returns the parts of the answer.
+    """
+
+    shares_fleet_model = False
+
+    def first_ask(self) -> Ask:
+        return Ask(round=1, step="train", seed=0)
+
+    @answers("train")
+    def train(self, ask: Ask) -> Answer:
+        """Trains the device's own model for a round's local epochs."""
+        self.begin(ask)
+        self.fit(ask)
+        return Answer(parts=self.end(ask), samples=len(self.local.data))
+
+    def fleet_model(self, ask: Ask) -> None:
+        """Returns None: an ask contains no model."""
 
 
 def frozen_copy(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> nn.Module:
