@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.methods.base import Ask
-from fleetdistill_lab.baselines.shared import frozen_copy, register
+from fleetdistill_lab.baselines.shared import register
 from fleetdistill_lab.baselines.taught import TaughtConfig, TaughtDevice
 from fleetdistill_server.methods.fedavg import FedAvgServer
 
@@ -46,9 +45,6 @@ class FedLSDDevice(TaughtDevice):
 
     config: FedLSDConfig
 
-    def begin(self, ask: Ask) -> None:
-        self.teacher = frozen_copy(self.local.model)
-
     def total(self, own: Tensor, distillation: Tensor) -> Tensor:
         return super().total((1 - self.config.beta) * own if self.config.mix else own, distillation)
 
@@ -57,9 +53,6 @@ class FedNTDDevice(TaughtDevice):
     """Device half of FedNTD: distils the received model over the classes other than a row's own."""
 
     config: FedNTDConfig
-
-    def begin(self, ask: Ask) -> None:
-        self.teacher = frozen_copy(self.local.model)
 
     def distillation(self, logits_bc: Tensor, teacher_bc: Tensor, labels_b: Tensor) -> Tensor:
         return super().distillation(not_true(logits_bc, labels_b), not_true(teacher_bc, labels_b), labels_b)

@@ -39,6 +39,9 @@ class PFedSDDevice(TaughtDevice):
         self.teacher = frozen_copy(self.local.model) if self._has_trained else None
         return super().train(ask)
 
+    def begin(self, ask: Ask) -> None:
+        """Keeps the teacher, which was taken before the global model was loaded."""
+
     def end(self, ask: Ask) -> Parts:
         self._has_trained = True
         return {}

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fleetdistill.methods.base import check_range
+from fleetdistill.methods.base import Ask, check_range
 from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.fedavg.device import FedAvgDevice
 from fleetdistill.training.losses import distillation_loss, soft_targets
+from fleetdistill_lab.baselines.shared import frozen_copy
 
 __all__ = ["TaughtConfig", "TaughtDevice"]
 
@@ -38,11 +39,14 @@ class TaughtDevice(FedAvgDevice):
     """Minimises cross-entropy + beta tau^2 KL(teacher || model), or cross-entropy alone without a teacher.
 
     Attributes:
-        teacher: The round's teacher, in eval mode; None without one. Set by `begin`.
+        teacher: The round's teacher, in eval mode; None without one. `begin` sets it, by default to the received model.
     """
 
     config: TaughtConfig
     teacher: nn.Module | None = None
+
+    def begin(self, ask: Ask) -> None:
+        self.teacher = frozen_copy(self.local.model)
 
     def loss(self, inputs_b: Tensor, labels_b: Tensor) -> Tensor:
         logits_bc = self.local.model(inputs_b)
