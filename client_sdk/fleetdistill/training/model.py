@@ -24,6 +24,7 @@ from fleetdistill.errors import ModelError
 __all__ = [
     "FeatureModel",
     "SplitModel",
+    "check_embedding",
     "check_local_model",
     "embedding_tap",
     "evaluating",
@@ -191,6 +192,15 @@ def embedding_tap(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Returns the model's method `embedding`, inputs to `[batch, F]`, or None if it has no such method."""
     tap = getattr(model, "embedding", None)
     return tap if callable(tap) and not isinstance(tap, nn.Module) else None
+
+
+def check_embedding(model: nn.Module, method: str) -> None:
+    """Raises ModelError if a model cannot return the input of its last layer."""
+    if embedding_tap(model) is None:
+        raise ModelError(
+            f"{method} needs the input of the last layer, and {type(model).__name__} has no embedding(x) that returns "
+            "it; add this method"
+        )
 
 
 def logits_and_embedding(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

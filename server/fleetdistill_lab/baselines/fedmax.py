@@ -15,8 +15,8 @@ from fleetdistill.methods.base import Local, check_choice, check_range
 from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.fedavg.device import FedAvgDevice
 from fleetdistill.training.losses import activation_divergence
-from fleetdistill.training.model import logits_and_embedding
-from fleetdistill_lab.baselines.shared import check_embedding, register
+from fleetdistill.training.model import check_embedding, logits_and_embedding
+from fleetdistill_lab.baselines.shared import register
 from fleetdistill_server.methods.fedavg import FedAvgServer
 
 __all__ = ["FedMAXConfig", "FedMAXDevice", "FedMAXServer"]

@@ -20,11 +20,10 @@ from fleetdistill.methods.base import Ask, Local, check_range
 from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.training.local_training import extract
 from fleetdistill.training.losses import feature_distance
-from fleetdistill.training.model import embedding_tap, logits_and_embedding
+from fleetdistill.training.model import check_embedding, embedding_tap, logits_and_embedding
 from fleetdistill.wire.schema import TypedShape
 from fleetdistill_lab.baselines.shared import (
     OwnModelDevice,
-    check_embedding,
     class_sums,
     embeddings_of,
     received_tables,

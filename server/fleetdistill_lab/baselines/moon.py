@@ -17,8 +17,8 @@ from fleetdistill.knowledge import Parts
 from fleetdistill.methods.base import Ask, Local, check_range
 from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.fedavg.device import FedAvgDevice
-from fleetdistill.training.model import logits_and_embedding
-from fleetdistill_lab.baselines.shared import check_embedding, embeddings_of, frozen_copy, register
+from fleetdistill.training.model import check_embedding, logits_and_embedding
+from fleetdistill_lab.baselines.shared import embeddings_of, frozen_copy, register
 from fleetdistill_server.methods.fedavg import FedAvgServer
 
 __all__ = ["MOONConfig", "MOONDevice", "MOONServer", "contrastive_loss"]

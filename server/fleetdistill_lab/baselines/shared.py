@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fleetdistill.errors import ModelError, WireError
+from fleetdistill.errors import WireError
 from fleetdistill.knowledge import ModelParameters, NamedTensors, Parts, Weights
 from fleetdistill.methods import register as register_device
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers
@@ -24,7 +24,6 @@ from fleetdistill_server.methods.traffic import Message, Sizes
 
 __all__ = [
     "OwnModelDevice",
-    "check_embedding",
     "class_sums",
     "counts_of",
     "counts_schema",
@@ -160,19 +159,10 @@ def received_tables(sent: NamedTensors, shapes: Mapping[str, Sequence[int]]) -> 
 
 
 def embeddings_of(model: nn.Module, inputs_b: Tensor) -> Tensor:
-    """Returns the inputs of a model's last layer, `[batch, features]`; see `check_embedding`."""
+    """Returns the inputs of a model's last layer, `[batch, features]`; see `training.model.check_embedding`."""
     tap = embedding_tap(model)
     assert tap is not None
     return tap(inputs_b)
-
-
-def check_embedding(model: nn.Module, method: str) -> None:
-    """Raises ModelError if a model cannot return the input of its last layer."""
-    if embedding_tap(model) is None:
-        raise ModelError(
-            f"{method} needs the input of the last layer, and {type(model).__name__} has no embedding(x) that returns "
-            "it; add this method"
-        )
 
 
 def inner_product(tensors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from fleetdistill.errors import CannotAnswer, ModelError
+from fleetdistill.errors import CannotAnswer
 from fleetdistill.knowledge import DELIVER, DistillationGradient, ModelParameters, Plan
 from fleetdistill.methods.base import (
     Answer,
@@ -32,7 +32,7 @@ from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.training.local_training import extract, smallest_batch
 from fleetdistill.training.losses import activation_divergence, soft_cross_entropy, soft_targets
-from fleetdistill.training.model import embedding_tap, frozen_batch_norm, in_mode, logits_and_embedding
+from fleetdistill.training.model import check_embedding, frozen_batch_norm, in_mode, logits_and_embedding
 from fleetdistill.training.parameters import batch_norm_names, model_parameters, take_weights, tensors_of
 
 __all__ = ["mini_batch"]
@@ -56,11 +56,8 @@ class FedDKDDevice(DeviceMethod):
 
     def __init__(self, config: FedDKDConfig, local: Local) -> None:
         super().__init__(config, local)
-        if config.variant == "max" and embedding_tap(local.model) is None:
-            raise ModelError(
-                f"variant 'max' of FedDKD needs the input of the last layer, and {type(local.model).__name__} has no "
-                "embedding(x) that returns it; add this method"
-            )
+        if config.variant == "max":
+            check_embedding(local.model, "variant 'max' of FedDKD")
         self._own_tensors = batch_norm_names(local.model) if config.variant == "bn" else frozenset[str]()
         self._round, self._step = _NO_ROUND, 0
         self._teacher_logits: Tensor | None = None
