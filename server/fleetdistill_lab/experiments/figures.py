@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill_lab.compare.sweep import Result
+from fleetdistill_lab.experiments.sweep import Result
 from fleetdistill_server.texts import readable_bytes
 
 if TYPE_CHECKING:

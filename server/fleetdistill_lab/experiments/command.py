@@ -16,7 +16,7 @@ from fleetdistill_server.start import INTERRUPTED, ctrl_c_interrupts
 from fleetdistill_server.views.runs import View
 
 if TYPE_CHECKING:
-    from fleetdistill_lab.compare.sweep import Sections
+    from fleetdistill_lab.experiments.sweep import Sections
     from fleetdistill_lab.simulation.spec.settings import Simulation
 
 CONTROLS = {"fedavg": "the weighted mean of the models", "no_transfer": "training alone"}
@@ -49,7 +49,7 @@ def compare(
 
     Every seed gives all methods the same data, partition and initial weights. Finished runs in --out are not repeated.
     """
-    from fleetdistill_lab.compare.sweep import read_seeds, simulations
+    from fleetdistill_lab.experiments.sweep import read_seeds, simulations
 
     if not method or len(set(method)) < len(method):
         raise ConfigurationError("--method must be given once for each method to compare, and each name once")
@@ -85,8 +85,8 @@ def _sections(config: Path | None, texts: list[str], methods: list[str]) -> Sect
 
 
 def _run(wanted: list[Simulation], methods: list[str], out: Path, as_json: bool, overwrite: bool) -> None:
-    from fleetdistill_lab.compare.figures import lines_of, make_table, save_csv, save_figure
-    from fleetdistill_lab.compare.sweep import run
+    from fleetdistill_lab.experiments.figures import lines_of, make_table, save_csv, save_figure
+    from fleetdistill_lab.experiments.sweep import run
 
     def announce(number: int, simulation: Simulation) -> None:
         text = f"run {number + 1} of {len(wanted)}: {simulation.method}, seed {simulation.seed}"

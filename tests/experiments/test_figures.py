@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fleetdistill_lab.compare.figures import holm, lines_of, make_table, paired_p, save_csv, save_figure
-from fleetdistill_lab.compare.sweep import Result
+from fleetdistill_lab.experiments.figures import holm, lines_of, make_table, paired_p, save_csv, save_figure
+from fleetdistill_lab.experiments.sweep import Result
 from fleetdistill_lab.simulation.report.comparison import ComparisonRow
 
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_lab.compare.sweep import read_seeds, simulations
+from fleetdistill_lab.experiments.sweep import read_seeds, simulations
 from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.cli.app import app
@@ -62,7 +62,7 @@ def test_comparison_runs_once_and_grows(tmp_path: Path, monkeypatch: pytest.Monk
         ran.append((wanted.method, wanted.seed))
         return simulate(wanted, **how)
 
-    monkeypatch.setattr("fleetdistill_lab.compare.sweep.simulate", noting)
+    monkeypatch.setattr("fleetdistill_lab.experiments.sweep.simulate", noting)
     assert call(tmp_path, "--method", "fedavg", "--seeds", "0-1").exit_code == 0
     assert ran == [("fedavg", 0), ("fedavg", 1)]
     more = call(tmp_path, "--method", "no_transfer", "--method", "fedavg", "--seeds", "0-2", "--json")
@@ -82,10 +82,10 @@ def test_interrupted_run_is_continued(tmp_path: Path, monkeypatch: pytest.Monkey
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fleetdistill_lab.compare.sweep.simulate", interrupted)
+    monkeypatch.setattr("fleetdistill_lab.experiments.sweep.simulate", interrupted)
     stopped = call(tmp_path, "--method", "fedavg", "--seeds", "0")
     assert (stopped.exit_code, "the same command continues" in stopped.stderr) == (130, True)
-    monkeypatch.setattr("fleetdistill_lab.compare.sweep.simulate", simulate)
+    monkeypatch.setattr("fleetdistill_lab.experiments.sweep.simulate", simulate)
     assert call(tmp_path, "--method", "fedavg", "--seeds", "0").exit_code == 0
 
 
