@@ -1,26 +1,31 @@
-"""`fleetdistill compare`: several methods on the same fleets, with several seeds."""
+"""`fleetdistill compare` and `fleetdistill experiment`: several methods on the same fleets, with several seeds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill.names import unknown_name
 from fleetdistill_console.tables import show
 from fleetdistill_server.cli.options import JsonOption, report_errors
 from fleetdistill_server.start import INTERRUPTED, ctrl_c_interrupts
+from fleetdistill_server.texts import counted
 from fleetdistill_server.views.runs import View
 
 if TYPE_CHECKING:
-    from fleetdistill_lab.experiments.sweep import Sections
-    from fleetdistill_lab.simulation.spec.settings import Simulation
+    from fleetdistill_lab.experiments.definition import Experiment, Sections
+    from fleetdistill_lab.experiments.runner import Progress
 
-CONTROLS = {"fedavg": "the weighted mean of the models", "no_transfer": "training alone"}
-"""Methods without which a comparison says little."""
+experiment_app = typer.Typer(no_args_is_help=True, help="Runs experiments that a file describes, and reports them.")
+_DataDir = Annotated[Path | None, typer.Option(envvar="FLEETDISTILL_DATA", help="Folder of the data sets.")]
+_PIPED_WIDTH = 160
+_Workers = Annotated[int, typer.Option(help="Number of runs at the same time, each a process.")]
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Repeat runs that are in --out.")]
 
 
 @report_errors
@@ -40,33 +45,35 @@ def compare(
             "fedprox.mu=0.01 for one; repeatable.",
         ),
     ] = None,
-    data_dir: Annotated[Path | None, typer.Option(envvar="FLEETDISTILL_DATA", help="Folder of the data sets.")] = None,
+    data_dir: _DataDir = None,
+    workers: _Workers = 1,
     out: Annotated[Path, typer.Option(help="Folder of the runs and results.")] = Path("out/compare"),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Repeat runs that are in --out.")] = False,
+    overwrite: _Overwrite = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compares methods over seeds. Example: fleetdistill compare --method classstats --method fedavg --seeds 0-4
 
     Every seed gives all methods the same data, partition and initial weights. Finished runs in --out are not repeated.
+    `fleetdistill experiment` runs grids of settings, from a file.
     """
-    from fleetdistill_lab.experiments.sweep import read_seeds, simulations
+    from fleetdistill_lab.experiments.definition import Experiment, MethodEntry, parse_seeds
 
     if not method or len(set(method)) < len(method):
         raise ConfigurationError("--method must be given once for each method to compare, and each name once")
-    sections = _sections(config, set_ or [], method)
-    if data_dir is not None:
-        sections = {**sections, "simulation": {"data_dir": data_dir, **sections.get("simulation", {})}}
-    wanted = simulations(method, read_seeds(seeds), sections, out)
-    try:
-        ctrl_c_interrupts()
-        _run(wanted, method, out, as_json, overwrite)
-    except KeyboardInterrupt:
-        typer.echo("interrupted; the same command continues the comparison", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+    sections, own = _sections(config, set_ or [], method)
+    experiment = Experiment(
+        name="compare",
+        title=f"{', '.join(method)}",
+        seeds=parse_seeds(seeds),
+        methods={name: MethodEntry(settings=dict(own.get(name, {}))) for name in method},
+        sections=sections,
+    )
+    _run(experiment, out, "", workers, overwrite, data_dir, "comparison")
+    _show_comparison(experiment, out, as_json)
 
 
-def _sections(config: Path | None, texts: list[str], methods: list[str]) -> Sections:
-    """Returns the settings of a file and of `--set`, by section; those of one method under its name."""
+def _sections(config: Path | None, texts: Sequence[str], methods: Sequence[str]) -> tuple[Sections, Sections]:
+    """Returns the settings of a file and of `--set`: by section, and those of single methods by method."""
     from fleetdistill_lab.simulation.options import read_settings
 
     known = (*methods, "simulation", "fleet", "method")
@@ -81,30 +88,208 @@ def _sections(config: Path | None, texts: list[str], methods: list[str]) -> Sect
         for name, of in of_one.items()
         if of
     }
-    return {**shared, **own}
+    return shared, own
 
 
-def _run(wanted: list[Simulation], methods: list[str], out: Path, as_json: bool, overwrite: bool) -> None:
-    from fleetdistill_lab.experiments.figures import lines_of, make_table, save_csv, save_figure
-    from fleetdistill_lab.experiments.sweep import run
+def _run(
+    experiment: Experiment,
+    out: Path,
+    definition: str,
+    workers: int,
+    overwrite: bool,
+    data_dir: Path | None,
+    what: str,
+) -> None:
+    """Runs an experiment with progress on stderr. Raises RunError at the end if a run failed."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bars
 
-    def announce(number: int, simulation: Simulation) -> None:
-        text = f"run {number + 1} of {len(wanted)}: {simulation.method}, seed {simulation.seed}"
-        typer.echo(text, err=True)
+    from fleetdistill_lab.experiments.runner import run_experiment
 
-    results = list(run(wanted, announce, overwrite=overwrite))
-    lines = lines_of(results)
-    first = wanted[0]
-    seeds = sorted({simulation.seed for simulation in wanted})
-    title = f"{first.devices} devices, {first.partition}, seeds {', '.join(map(str, seeds))}"
-    save_csv(results, out / "compare.csv")
-    save_figure(lines, out / "compare.png", title)
-    missing = [name for name in CONTROLS if name not in methods]
-    facts = {"partition": first.partition, "devices": first.devices, "seeds": seeds, "controls_missing": missing}
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
+    failed = list[str]()
+    bars = Bars(*columns, console=console, transient=True)
+    task = bars.add_task("runs", total=None, left="")
+
+    def note(done: Progress) -> None:
+        bars.start()
+        left = "" if done.seconds_left is None else f"about {_duration(done.seconds_left)} left"
+        bars.update(task, total=done.total, completed=done.finished + done.failed, left=left)
+        if done.cell is None:
+            return
+        where = ", ".join(
+            text for text in (done.cell.label, done.cell.point, f"seed {done.cell.simulation.seed}") if text
+        )
+        if done.error:
+            failed.append(f"{where}: {done.error}")
+        line = f"failed: {done.error}" if done.error else f"{done.seconds:.0f} s"
+        count = f"{done.finished + done.failed} of {done.total}"
+        more = f"; {left}" if left and done.finished + done.failed < done.total else ""
+        console.print(f"{count}: {where}: {line}{more}", soft_wrap=True, highlight=False, markup=False)
+
+    try:
+        ctrl_c_interrupts()
+        run_experiment(
+            experiment,
+            out,
+            definition=definition,
+            workers=workers,
+            overwrite=overwrite,
+            data_dir=data_dir,
+            on_progress=note,
+        )
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; the same command continues the {what}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        if bars.live.is_started:  # stopping a display that was never started prints an empty line
+            bars.stop()
+    if failed:
+        raise RunError(f"{counted(len(failed), 'run')} failed; the same command tries again. First: {failed[0]}")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
+    from fleetdistill_lab.experiments.figures import draw_lines, save_figure
+    from fleetdistill_lab.experiments.page import CONTROLS, missing_controls
+    from fleetdistill_lab.experiments.results import open_results
+    from fleetdistill_lab.experiments.summary import lines_of
+    from fleetdistill_lab.experiments.tables import model_table, rich_table, save_csv
+
+    with open_results(out) as results:
+        rows = results.models("")
+    lines = lines_of(rows)
+    first = experiment.cells()[0].simulation
+    title = f"{first.devices} devices, {first.partition}, seeds {', '.join(map(str, experiment.seeds))}"
+    save_csv(rows, out / "compare.csv")
+    save_figure(draw_lines(lines, title), out, "compare", ("png",))
+    missing = missing_controls(list(experiment.methods))
+    facts = {
+        "partition": first.partition,
+        "devices": first.devices,
+        "seeds": list(experiment.seeds),
+        "controls_missing": missing,
+    }
     view = View({"models": [asdict(line) for line in lines]}, facts)
     said = [
         "Accuracy in %, mean ± standard deviation over seeds; p: paired t test, adjusted by Holm's method.",
         *(f"A control is missing: {CONTROLS[name]}; add --method {name}." for name in missing),
-        f"{out}/: compare.csv, compare.png, and a folder for each run",
+        f"{out}/: compare.csv, compare.png, results.sqlite, parquet/, and runs/ with a folder for each run",
     ]
-    show(view, as_json, lambda view: [make_table(lines, title), *said])
+    show(view, as_json, lambda view: [rich_table(model_table(lines, title)), *said])
+
+
+_File = Annotated[str, typer.Argument(help="TOML file, or the name of an experiment that comes with the package.")]
+_Scale = Annotated[str, typer.Option(help="Scale: `paper`, or a section under [scales] of the file, such as small.")]
+
+
+def _folder(out: Path | None, experiment: Experiment) -> Path:
+    return out or Path("out/experiments") / f"{experiment.name}-{experiment.scale}"
+
+
+@experiment_app.command("run")
+@report_errors
+def run(
+    file: _File,
+    scale: _Scale = "paper",
+    workers: _Workers = 1,
+    data_dir: _DataDir = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; by default out/experiments/NAME-SCALE.")] = None,
+    overwrite: _Overwrite = False,
+) -> None:
+    """Runs an experiment and writes its report. Example: fleetdistill experiment run feddkc-5-7 --scale small
+
+    Finished runs are not repeated, interrupted ones continue. Cells with the same settings share a run.
+    """
+    from fleetdistill_lab.experiments.definition import find_experiment, read_experiment
+
+    path = find_experiment(file)
+    experiment = read_experiment(path, scale)
+    folder = _folder(out, experiment)
+    try:
+        _run(experiment, folder, path.read_text(encoding="utf-8"), workers, overwrite, data_dir, "experiment")
+    finally:
+        if (folder / "results.sqlite").exists():
+            _write_report(experiment, folder)
+
+
+@experiment_app.command("report")
+@report_errors
+def report(
+    file: _File,
+    scale: _Scale = "paper",
+    out: Annotated[Path | None, typer.Option(help="Folder; by default out/experiments/NAME-SCALE.")] = None,
+) -> None:
+    """Writes the report of the finished runs again. Example: fleetdistill experiment report feddkc-5-7 --scale small
+
+    The page report/index.html needs no other file; beside it are tables as CSV and LaTeX and figures as PDF and SVG.
+    """
+    from fleetdistill_lab.experiments.definition import find_experiment, read_experiment
+
+    experiment = read_experiment(find_experiment(file), scale)
+    _write_report(experiment, _folder(out, experiment))
+
+
+def _write_report(experiment: Experiment, folder: Path) -> None:
+    from rich.console import Console
+
+    from fleetdistill_lab.experiments.page import write_report
+    from fleetdistill_lab.experiments.results import open_results
+    from fleetdistill_lab.experiments.tables import rich_table
+
+    with open_results(folder) as results:
+        written = write_report(experiment, results, folder / "report")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPED_WIDTH)
+    for table in written.tables:
+        console.print(rich_table(table))
+        console.print()
+    reference = experiment.reference or next(iter(experiment.methods))
+    console.print(f"Mean ± standard deviation over seeds; *: differs from {reference} (paired t test, Holm, p <= 0.05)")
+    for warning in written.warnings:
+        console.print(warning, soft_wrap=True, highlight=False, markup=False)
+    console.print(f"{written.page}, and tables/ and figures/ beside it", soft_wrap=True, highlight=False, markup=False)
+
+
+@experiment_app.command("compare")
+@report_errors
+def compare_experiments(
+    first: Annotated[Path, typer.Argument(help="Folder of an experiment.")],
+    second: Annotated[Path, typer.Argument(help="Folder of another experiment, or of the same one at another time.")],
+    metric: Annotated[list[str] | None, typer.Option("--metric", help="A metric; repeatable; by default all.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Says what changed between two experiments. Example: fleetdistill experiment compare out/before out/after
+
+    Settings, versions of packages, and metrics that differ over the seeds that both have.
+    """
+    from fleetdistill_lab.experiments.changes import changed_definition, changed_results, changed_versions
+    from fleetdistill_lab.experiments.metrics import METRICS
+    from fleetdistill_lab.experiments.results import open_results
+    from fleetdistill_lab.experiments.tables import change_table, rich_table
+
+    for name in metric or ():
+        if name not in METRICS:
+            raise ConfigurationError(unknown_name("metric", name, METRICS))
+    with open_results(first) as old, open_results(second) as new:
+        sentences = [*changed_definition(old, new), *changed_versions(old, new)]
+        changes = changed_results(old, new, metric or [])
+    view = View({"metrics": [asdict(change) for change in changes]}, {"settings": sentences})
+    show(
+        view,
+        as_json,
+        lambda view: [*sentences, rich_table(change_table(changes)) if changes else "no metric differs"],
+    )

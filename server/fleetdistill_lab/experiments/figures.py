@@ -1,190 +1,221 @@
-"""Means, spreads and paired differences over seeds, as a table, a CSV file and a picture."""
+"""Figures of an experiment, as wide as a journal's column or page."""
 
 from __future__ import annotations
 
-import csv
-import statistics
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill_lab.experiments.sweep import Result
-from fleetdistill_server.texts import readable_bytes
+from fleetdistill_lab.experiments.summary import Line
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    import pandas
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["Line", "holm", "lines_of", "make_table", "paired_p", "save_csv", "save_figure"]
+__all__ = ["draw_boxes", "draw_curves", "draw_lines", "draw_partitions", "save_figure"]
 
-
-@dataclass(frozen=True)
-class Line:
-    """One model over all seeds; accuracies are in [0, 1].
-
-    Attributes:
-        method: The method.
-        name: The model.
-        seeds: Number of seeds that have it.
-        accuracy, accuracy_spread: Mean accuracy on all classes, and its standard deviation over seeds; None if it was
-            not scored, or with a single seed.
-        own_accuracy, own_accuracy_spread: The same with classes weighted by each device's samples.
-        bytes: Mean bytes from and to a device in the whole run.
-        exchanges: Mean number of a device's exchanges.
-        difference, difference_spread: Mean and standard deviation of the paired difference in accuracy from the first
-            line; None for the first line.
-        p: Two-sided p value of a paired t test of the difference, by Holm's method for the number of lines; None if
-            there are fewer than two pairs, or all differences are equal.
-    """
-
-    method: str
-    name: str
-    seeds: int
-    accuracy: float | None
-    accuracy_spread: float | None
-    own_accuracy: float | None
-    own_accuracy_spread: float | None
-    bytes: float
-    exchanges: float
-    difference: float | None = None
-    difference_spread: float | None = None
-    p: float | None = None
+COLUMN_MM, PAGE_MM = 84, 174
+_INCH_MM = 25.4
+_AXES = {
+    "round": "rounds",
+    "kilobytes": "kB from and to a device",
+    "exchanges": "exchanges of a device",
+    "steps": "thousand local steps of a device",
+    "seconds": "seconds on this machine",
+}
+"""Columns of the curves' table that are drawn as x axis, with their titles."""
+_STYLE = {
+    "font.size": 7,
+    "axes.titlesize": 7,
+    "axes.linewidth": 0.6,
+    "lines.linewidth": 1.0,
+    "legend.fontsize": 6,
+    "pdf.fonttype": 42,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fleetdistill",
+}
 
 
-def lines_of(results: Sequence[Result]) -> list[Line]:
-    """Returns a line for each model, in order of appearance.
+def _new(columns: int, rows: int, width_mm: float, height_mm: float) -> tuple[Figure, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    Differences are from the first model of the first method, over the seeds that have both.
-    """
-    names = list(dict.fromkeys(result.row.name for result in results))
-    methods = {result.row.name: result.method for result in results}
-    by_seed = {name: {one.seed: one.row for one in results if one.row.name == name} for name in names}
-    accuracies = {
-        name: {seed: row.accuracy for seed, row in rows.items() if row.accuracy is not None}
-        for name, rows in by_seed.items()
-    }
-    differences = {
-        name: [rate - accuracies[names[0]][seed] for seed, rate in rates.items() if seed in accuracies[names[0]]]
-        for name, rates in accuracies.items()
-    }
-    p_values = holm([None if name == names[0] else paired_p(differences[name]) for name in names])
-    result = []
-    for name, p in zip(names, p_values, strict=True):
-        rows, own = list(by_seed[name].values()), differences[name] if name != names[0] else []
-        accuracy, spread = _mean_and_spread(list(accuracies[name].values()))
-        own_rates = [row.own_accuracy for row in rows if row.own_accuracy is not None]
-        result.append(
-            Line(
-                methods[name],
-                name,
-                len(rows),
-                accuracy,
-                spread,
-                *_mean_and_spread(own_rates),
-                statistics.mean(row.bytes for row in rows),
-                statistics.mean(row.exchanges for row in rows),
-                *_mean_and_spread(own),
-                p,
-            )
-        )
+    figure = Figure(figsize=(width_mm / _INCH_MM, rows * height_mm / _INCH_MM), dpi=200, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _tidy(ax: Axes) -> None:
+    ax.grid(color="#e6e6e6", linewidth=0.5)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def save_figure(figure: Figure, folder: Path, name: str, formats: Sequence[str] = ("pdf", "svg")) -> list[Path]:
+    """Writes a figure in several formats and returns the files. PDF files embed their fonts."""
+    import matplotlib
+
+    result = [folder / f"{name}.{suffix}" for suffix in formats]
+    with matplotlib.rc_context(_STYLE):
+        for file in result:
+            figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
     return result
 
 
-def _mean_and_spread(values: Sequence[float]) -> tuple[float | None, float | None]:
-    mean = statistics.mean(values) if values else None
-    return mean, statistics.stdev(values) if len(values) > 1 else None
-
-
-def paired_p(differences: Sequence[float]) -> float | None:
-    """Returns the two-sided p value of a paired t test; None for fewer than two pairs or equal differences."""
-    if len(differences) < 2 or len(set(differences)) == 1:
-        return None
-    from scipy import stats
-
-    return float(stats.ttest_1samp(differences, 0.0).pvalue)
-
-
-def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Adjusts p values for their number by Holm's method; None stays None and does not count.
-
-    Holm, A Simple Sequentially Rejective Multiple Test Procedure, Scandinavian Journal of Statistics 1979.
-    """
-    known = sorted((p, at) for at, p in enumerate(p_values) if p is not None)
-    adjusted: list[float | None] = [None] * len(p_values)
-    largest = 0.0
-    for rank, (p, at) in enumerate(known):
-        largest = max(largest, min(1.0, (len(known) - rank) * p))
-        adjusted[at] = largest
-    return adjusted
-
-
-def make_table(lines: Sequence[Line], title: str) -> Table:
-    """Formats lines as a table in percent and percentage points."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for name in ("all classes", "own classes", "bytes", "exchanges", f"from {lines[0].name}", "p"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for line in lines:
-        table.add_row(
-            line.name,
-            _percent(line.accuracy, line.accuracy_spread),
-            _percent(line.own_accuracy, line.own_accuracy_spread),
-            readable_bytes(round(line.bytes)),
-            f"{line.exchanges:.3g}",
-            "" if line.difference is None else _percent(line.difference, line.difference_spread, "+"),
-            "" if line.p is None else f"{line.p:.2g}",
-        )
-    return table
-
-
-def _percent(rate: float | None, spread: float | None, sign: str = "") -> str:
-    if rate is None:
-        return "not scored"
-    return f"{100 * rate:{sign}.1f}" + ("" if spread is None else f" ± {100 * spread:.1f}")
-
-
-def save_csv(results: Sequence[Result], file: Path) -> None:
-    """Writes a row for each model and seed."""
-    with file.open("w", newline="", encoding="utf-8") as opened:
-        writer = csv.DictWriter(opened, ["method", "seed", "name", "accuracy", "own_accuracy", "bytes", "exchanges"])
-        writer.writeheader()
-        writer.writerows({"method": one.method, "seed": one.seed, **asdict(one.row)} for one in results)
-
-
-def save_figure(lines: Sequence[Line], file: Path, title: str) -> None:
+def draw_lines(lines: Sequence[Line], title: str) -> Figure:
     """Draws the models' accuracy on all classes by bytes, with a bar of one standard deviation."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    import matplotlib
     from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    ax = figure.add_subplot()
-    methods = list(dict.fromkeys(line.method for line in lines))
-    drawn = Counter[str]()
-    for line in lines:
-        if line.accuracy is None:
-            continue
-        look: dict[str, Any] = {"color": f"C{methods.index(line.method) % 10}", "label": line.name}
-        marker = "osD^v"[drawn[line.method] % 5]
-        drawn[line.method] += 1
-        if not line.exchanges:
-            ax.axhline(line.accuracy, linestyle=":", linewidth=2, **look)
-            continue
-        spread = line.accuracy_spread or 0.0
-        ax.errorbar(line.bytes / 1e3, line.accuracy, yerr=spread, marker=marker, linestyle="", capsize=3, **look)
-    ax.set_xscale("log")
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda kilobytes, _: f"{kilobytes:,.10g}"))
-    ax.set_xlabel("kB sent and received per device in the whole run")
-    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    ax.set_title(title, loc="left", fontsize=11)
-    ax.grid(color="#e6e6e6", linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(file, format="png")
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _new(1, 1, PAGE_MM, 100)
+        ax = axes[0, 0]
+        methods = list(dict.fromkeys(line.method for line in lines))
+        drawn = Counter[str]()
+        for line in lines:
+            if line.accuracy is None:
+                continue
+            at = methods.index(line.method)
+            look: dict[str, Any] = {"color": f"C{at % 10}", "label": line.name}
+            marker = "osD^vP*X"[(drawn[line.method] + at // 10 * 3) % 8]
+            drawn[line.method] += 1
+            if not line.exchanges:
+                ax.axhline(line.accuracy, linestyle=":", linewidth=1.5, **look)
+                continue
+            spread = line.accuracy_spread or 0.0
+            ax.errorbar(
+                line.bytes / 1e3,
+                line.accuracy,
+                yerr=spread,
+                marker=marker,
+                markersize=4,
+                linestyle="",
+                capsize=2,
+                **look,
+            )
+        ax.set_xscale("log")
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda kilobytes, _: f"{kilobytes:,.10g}"))
+        ax.set_xlabel("kB sent and received per device in the whole run")
+        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        ax.set_title(title, loc="left")
+        _tidy(ax)
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def draw_curves(rounds: pandas.DataFrame, metric: str) -> Figure | None:
+    """Draws a metric against rounds, bytes, exchanges, local steps and seconds: the mean over seeds, and their range.
+
+    Args:
+        rounds: Table `rounds` with the columns label, point and seed.
+        metric: Name in `CURVE_TITLES`.
+
+    Returns:
+        The figure, a row for each grid point; None if no round has the metric.
+    """
+    import matplotlib
+    from matplotlib.ticker import PercentFormatter
+
+    known = rounds[rounds[metric].notna()].copy()
+    if known.empty:
+        return None
+    known["kilobytes"] = known.index.map(_bytes_until(rounds)) / 1e3
+    xs = [name for name in _AXES if name in known and known[name].notna().any()]
+    points, labels = list(dict.fromkeys(known["point"])), list(dict.fromkeys(known["label"]))
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _new(len(xs), len(points), PAGE_MM, 52)
+        for row, point in enumerate(points):
+            for column, x in enumerate(xs):
+                ax = axes[row, column]
+                for at, label in enumerate(labels):
+                    of = known[(known["point"] == point) & (known["label"] == label)]
+                    by_round = of.groupby("round")[[x, metric]].agg(["mean", "min", "max"])
+                    look: Any = {"color": f"C{at % 10}", "linestyle": ("-", "--", ":")[at // 10 % 3]}
+                    marker = "." if len(by_round) == 1 else ""
+                    ax.plot(by_round[x]["mean"], by_round[metric]["mean"], label=label, marker=marker, **look)
+                    band = by_round[metric]
+                    ax.fill_between(
+                        by_round[x]["mean"], band["min"], band["max"], alpha=0.15, linewidth=0, color=look["color"]
+                    )
+                ax.set_xlabel(_AXES[x])
+                if x == "kilobytes":
+                    ax.set_xscale("log")
+                ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+                if column == 0:
+                    ax.set_title(point or CURVE_TITLES[metric], loc="left")
+                _tidy(ax)
+        handles, names = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+CURVE_TITLES: Mapping[str, str] = {
+    "global": "accuracy of the global model",
+    "accuracy": "accuracy of the devices' models on all classes",
+    "c_spec": "accuracy of the devices' models on their own classes (C-Spec)",
+}
+"""Metrics with a value after each round that are drawn, and their titles."""
+
+
+def _bytes_until(rounds: pandas.DataFrame) -> Any:
+    """Returns the bytes of a device, both ways, from the start of its run to each round, by index."""
+    total = rounds["bytes_up"] + rounds["bytes_down"]
+    return total.groupby([rounds["label"], rounds["point"], rounds["seed"]]).cumsum()
+
+
+def draw_boxes(devices: pandas.DataFrame, value: str) -> Figure | None:
+    """Draws box plots of the devices' accuracies over all seeds, a row for each grid point.
+
+    Args:
+        devices: Table `devices` with the columns label, point and seed.
+        value: `accuracy` or `own_accuracy`.
+
+    Returns:
+        The figure; None if no device was scored.
+    """
+    import matplotlib
+    from matplotlib.ticker import PercentFormatter
+
+    known = devices[devices[value].notna()]
+    if known.empty:
+        return None
+    points, labels = list(dict.fromkeys(known["point"])), list(dict.fromkeys(known["label"]))
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _new(1, len(points), PAGE_MM, 12 + 5 * len(labels))
+        for row, point in enumerate(points):
+            ax = axes[row, 0]
+            of = [known[(known["point"] == point) & (known["label"] == label)][value].tolist() for label in labels]
+            ax.boxplot(of, orientation="horizontal", tick_labels=labels, widths=0.6, flierprops={"markersize": 2})
+            ax.invert_yaxis()
+            ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+            ax.set_title(point, loc="left")
+            _tidy(ax)
+    return figure
+
+
+def draw_partitions(partitions: pandas.DataFrame, max_devices: int = 50) -> Figure:
+    """Draws the devices' rows of each class for the first seed of each grid point.
+
+    Args:
+        partitions: Table `partitions` with the columns label, point and seed.
+        max_devices: Number of devices to draw; the first ones.
+    """
+    import matplotlib
+
+    points = list(dict.fromkeys(partitions["point"]))
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _new(len(points), 1, min(PAGE_MM, COLUMN_MM * len(points)), 60)
+        for ax, point in zip(axes[0], points, strict=True):
+            of = partitions[partitions["point"] == point]
+            first = of[(of["label"] == of["label"].iloc[0]) & (of["seed"] == of["seed"].iloc[0])]
+            classes, names = list(dict.fromkeys(first["class"])), list(dict.fromkeys(first["device"]))[:max_devices]
+            counts = first.pivot(index="device", columns="class", values="samples").loc[names, classes]
+            image = ax.imshow(counts, aspect="auto", cmap="Blues", vmin=0)
+            ax.set_title(f"{point}, seed {first['seed'].iloc[0]}".removeprefix(", "), loc="left")
+            ax.set_xlabel("class")
+            ax.set_ylabel("device")
+            figure.colorbar(image, ax=ax, label="rows")
+    return figure

@@ -22,7 +22,7 @@ _MARKER = "made-by-fleetdistill"
 _SETTINGS = "simulation.json"
 _DATA = "dataset.npz"
 """File with a copy of the user's own data, so that a resumed simulation does not depend on the original."""
-_FREE_TO_CHANGE = ("workers", "backend", "ray_address", "export")
+FREE_TO_CHANGE = ("data_dir", "workers", "backend", "ray_address", "export")
 """Settings that do not change the run, so that a resumed simulation may have others."""
 _RESULTS = ("report.json", "fleet.png", "onnx")
 
@@ -84,7 +84,7 @@ def _save_settings(wanted: Simulation) -> None:
         save_dataset(wanted.dataset, wanted.out / "work" / _DATA)
     file = wanted.out / "work" / _SETTINGS
     new = file.with_suffix(".new")
-    new.write_text(json.dumps(_as_json(wanted), indent=1))
+    new.write_text(json.dumps(settings_as_json(wanted), indent=1))
     new.replace(file)
 
 
@@ -125,8 +125,8 @@ def _refuse(out: Path) -> None:
 
 
 def _check_same(wanted: Simulation) -> None:
-    began, now = _as_json(saved_simulation(wanted.out)), _as_json(wanted)
-    compared = [name for name in now if name not in _FREE_TO_CHANGE]
+    began, now = settings_as_json(saved_simulation(wanted.out)), settings_as_json(wanted)
+    compared = [name for name in now if name not in FREE_TO_CHANGE]
     changed = [f"{name} was {began[name]!r}, is {now[name]!r}" for name in compared if now[name] != began.get(name)]
     if changed:
         raise ConfigurationError(
@@ -135,7 +135,7 @@ def _check_same(wanted: Simulation) -> None:
         )
 
 
-def _as_json(wanted: Simulation) -> dict[str, Any]:
+def settings_as_json(wanted: Simulation) -> dict[str, Any]:
     """Returns all settings except `out`, whose path may differ on a resume."""
     values = {field.name: getattr(wanted, field.name) for field in fields(wanted) if field.name != "out"}
     if wanted.behaviour is not None:

@@ -99,10 +99,10 @@ def read_settings(file: Path | None, texts: Sequence[str]) -> dict[str, dict[str
         for section, values in read_toml(file).items():
             if not isinstance(values, dict):
                 raise ConfigurationError(f"{file}: {section} is outside a section; put it below [simulation]")
-            sections[section] = _check(f"{file}: ", section, values, file.parent)
+            sections[section] = check_section(f"{file}: ", section, values, file.parent)
     for text in texts:
         section, key, value = _parse(text)
-        sections.setdefault(section, {}).update(_check("--set ", section, {key: value}, Path()))
+        sections.setdefault(section, {}).update(check_section("--set ", section, {key: value}, Path()))
     return sections
 
 
@@ -119,7 +119,7 @@ def _parse(text: str) -> tuple[str, str, Any]:
         return section, key, value
 
 
-def _check(where: str, section: str, values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def check_section(where: str, section: str, values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Returns the settings of a section with the types of its class; those of a method are checked later."""
     if section == "method":
         return dict(values)

@@ -1,0 +1,363 @@
+"""The definition of an experiment: methods over seeds and a grid of settings, read from a TOML file."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill.methods import config_class
+from fleetdistill.names import unknown_name
+from fleetdistill_lab.experiments.metrics import METRICS, Target
+from fleetdistill_lab.simulation.checks import check_settings
+from fleetdistill_lab.simulation.folder import FREE_TO_CHANGE, settings_as_json
+from fleetdistill_lab.simulation.options import check_section, merge_settings
+from fleetdistill_lab.simulation.spec.settings import Simulation
+from fleetdistill_server.config.section import read_toml
+
+__all__ = [
+    "Cell",
+    "Claim",
+    "Experiment",
+    "MethodEntry",
+    "Sections",
+    "find_experiment",
+    "parse_seeds",
+    "read_experiment",
+]
+
+Sections = Mapping[str, Mapping[str, Any]]
+"""Settings by section: `simulation`, `fleet`, and `method` for all methods that have the setting."""
+SECTIONS = ("simulation", "fleet", "method")
+SCALE = "paper"
+"""The scale of a file's settings outside [scales]."""
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Returns the seeds of a text such as `0-4` or `0,2,7`, in its order.
+
+    Raises:
+        ConfigurationError: The text has another form, or a seed occurs twice.
+    """
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not (first.isdecimal() and (not dash or last.isdecimal())):
+            raise ConfigurationError(f"seeds is {text!r}, expected numbers and ranges such as 0-4 or 0,2,7")
+        seeds += range(int(first), int(last or first) + 1)
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigurationError(f"seeds is {text!r}; each seed must occur once, and a range must not be empty")
+    return seeds
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MethodEntry(_Part):
+    """A method of an experiment, under its label.
+
+    Attributes:
+        method: Name of the method; by default the label.
+        settings: Settings of the method, which precede those for all methods.
+        simulation: Settings of the simulation for this method only.
+    """
+
+    method: str = ""
+    settings: dict[str, Any] = {}
+    simulation: dict[str, Any] = {}
+
+
+class Claim(_Part):
+    """What a source says of the order of methods.
+
+    Attributes:
+        order: Labels, the best one first.
+        metric: Name of the metric in `METRICS`; by default the experiment's first one.
+        text: The claim in words.
+        at: Grid points that the claim is about, by name; all if it is empty.
+    """
+
+    order: list[str] = Field(min_length=2)
+    metric: str = ""
+    text: str = ""
+    at: list[str] = []
+
+
+class _File(_Part):
+    """Contents of an experiment's file."""
+
+    title: str
+    source: str = ""
+    note: str = ""
+    seeds: Annotated[
+        tuple[int, ...], BeforeValidator(lambda given: parse_seeds(given) if isinstance(given, str) else given)
+    ]
+    metrics: list[str] = ["accuracy", "own_accuracy"]
+    reference: str = ""
+    target: Target | None = None
+    simulation: dict[str, Any] = {}
+    fleet: dict[str, Any] = {}
+    method: dict[str, Any] = {}
+    grid: dict[str, list[Any] | dict[str, dict[str, Any]]] = {}
+    methods: dict[str, MethodEntry] = Field(min_length=1)
+    claims: list[Claim] = []
+    printed: dict[str, dict[str, dict[str, float]]] = {}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of an experiment's grid.
+
+    Attributes:
+        label: Label of the method.
+        point: Name of the grid point, such as `alpha 0.1`; empty without a grid.
+        simulation: The run; its `out` is not set.
+        sections: The same settings as a file for `fleetdistill simulate` has them.
+        run: Name of the run, made of the method and a digest of all settings that decide the results. Cells with the
+            same settings share a run, such as those of a control that lacks the grid's setting.
+    """
+
+    label: str
+    point: str
+    simulation: Simulation
+    sections: Sections
+    run: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Methods to run over seeds and a grid of settings.
+
+    Attributes:
+        name: Name of the file, without its suffix.
+        title: What is shown.
+        seeds: Seeds. All runs of a seed and a grid point have the same data, partition and initial weights.
+        methods: Methods by label.
+        source: Publication that the experiment follows.
+        note: What differs from it.
+        scale: Name of the scale.
+        metrics: Names in `METRICS`, one table each.
+        reference: Label of the method from which differences are.
+        target: Level of a metric for rounds, exchanges, steps and bytes to it.
+        sections: Settings of all runs.
+        grid: For each axis, the settings of its points by their name.
+        claims: What the source says of the methods' order.
+        printed: Values that the source prints, by metric, label and grid point.
+    """
+
+    name: str
+    title: str
+    seeds: Sequence[int]
+    methods: Mapping[str, MethodEntry]
+    source: str = ""
+    note: str = ""
+    scale: str = SCALE
+    metrics: Sequence[str] = ("accuracy", "own_accuracy")
+    reference: str = ""
+    target: Target | None = None
+    sections: Sections = field(default_factory=dict)
+    grid: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    claims: Sequence[Claim] = ()
+    printed: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+
+    @property
+    def points(self) -> dict[str, dict[str, Any]]:
+        """The grid's points by name, with their settings as `section.key`."""
+        axes = [list(points.items()) for points in self.grid.values()]
+        return {
+            ", ".join(name for name, _ in chosen): {key: value for _, of in chosen for key, value in of.items()}
+            for chosen in itertools.product(*axes)
+        }
+
+    def cells(self) -> list[Cell]:
+        """Returns all cells, seeds outermost, so that a stopped experiment has whole seeds.
+
+        Raises:
+            ConfigurationError: A method, a setting or a label is unknown, or a setting is out of range.
+        """
+        self.check_names()
+        points = self.points
+        return [
+            self._cell(label, entry, point, settings, seed)
+            for seed in self.seeds
+            for point, settings in points.items()
+            for label, entry in self.methods.items()
+        ]
+
+    def _cell(self, label: str, entry: MethodEntry, point: str, settings: Mapping[str, Any], seed: int) -> Cell:
+        method = entry.method or label
+        known = {item.name for item in fields(config_class(method))}
+        of_point = {name: _of_section(settings, name) for name in SECTIONS}
+        for_all = {**self.sections.get("method", {}), **of_point["method"]}
+        sections = {
+            "simulation": {
+                "export": "none",
+                **self.sections.get("simulation", {}),
+                **of_point["simulation"],
+                **entry.simulation,
+                "method": method,
+                "seed": seed,
+                "with_alone": False,
+                "with_fedavg": False,
+            },
+            "fleet": {**self.sections.get("fleet", {}), **of_point["fleet"]},
+            "method": {**{name: value for name, value in for_all.items() if name in known}, **entry.settings},
+        }
+        sections = {name: values for name, values in sections.items() if values}
+        where = f"{label}: "
+        checked = {name: check_section(where, name, values, Path()) for name, values in sections.items()}
+        simulation = merge_settings(Simulation(method=method), checked)
+        check_settings(simulation)
+        return Cell(label, point, simulation, sections, f"{method}-{_digest(simulation)}")
+
+    def check_names(self) -> None:
+        """Raises ConfigurationError for labels, metrics, points and settings that do not exist."""
+        settings = {item.name for entry in self._methods() for item in fields(config_class(entry))}
+        given = [*self.sections.get("method", {}), *(key.partition(".")[2] for key in self._keys("method"))]
+        for name in given:
+            if name not in settings:
+                raise ConfigurationError(f"method.{name}: none of {', '.join(self._methods())} has this setting")
+        for metric in (*self.metrics, *self.printed, *(claim.metric for claim in self.claims if claim.metric)):
+            if metric not in METRICS:
+                raise ConfigurationError(unknown_name("metric", metric, METRICS))
+            if METRICS[metric].needs_target and self.target is None:
+                raise ConfigurationError(f"metric {metric} needs a [target] with metric and level")
+        labels = [self.reference or next(iter(self.methods)), *(name for claim in self.claims for name in claim.order)]
+        for label in (*labels, *(label for of in self.printed.values() for label in of)):
+            if label not in self.methods:
+                raise ConfigurationError(unknown_name("label of a method", label, self.methods))
+        points = [point for of in self.printed.values() for values in of.values() for point in values]
+        for point in (*points, *(point for claim in self.claims for point in claim.at)):
+            if point not in self.points:
+                raise ConfigurationError(unknown_name("grid point", point, self.points))
+
+    def without_other_points(self, others: Iterable[str]) -> Experiment:
+        """Returns a copy without printed values and claims about grid points that only another scale has."""
+        gone = {point for point in others if point not in self.points}
+        printed = {
+            metric: {label: {p: value for p, value in values.items() if p not in gone} for label, values in of.items()}
+            for metric, of in self.printed.items()
+        }
+        kept = [(claim, [point for point in claim.at if point not in gone]) for claim in self.claims]
+        claims = [claim.model_copy(update={"at": at}) for claim, at in kept if at or not claim.at]
+        return replace(self, printed=printed, claims=claims)
+
+    def _methods(self) -> list[str]:
+        return list(dict.fromkeys(entry.method or label for label, entry in self.methods.items()))
+
+    def _keys(self, section: str) -> Iterator[str]:
+        for points in self.grid.values():
+            for settings in points.values():
+                yield from (key for key in settings if key.startswith(f"{section}."))
+
+
+def _of_section(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
+    return {key.partition(".")[2]: value for key, value in settings.items() if key.partition(".")[0] == section}
+
+
+def _digest(simulation: Simulation) -> str:
+    """Returns a digest of all settings that decide a simulation's results, the method's defaults included."""
+    settings = settings_as_json(simulation)
+    settings["settings"] = asdict(simulation.configuration())
+    shown = {name: value for name, value in settings.items() if name not in FREE_TO_CHANGE}
+    return hashlib.sha256(json.dumps(shown, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def packaged() -> dict[str, Path]:
+    """Returns the files of the experiments that come with the package, by name."""
+    folder = Path(str(resources.files("fleetdistill_lab.experiments"))) / "papers"
+    return {file.stem: file for file in sorted(folder.glob("*.toml"))}
+
+
+def find_experiment(name: str) -> Path:
+    """Returns the file of an experiment, given its path, or its name if it comes with the package.
+
+    Raises:
+        ConfigurationError: There is no such file.
+    """
+    path, known = Path(name), packaged()
+    if path.suffix == ".toml" or path.exists():
+        return path
+    if name not in known:
+        raise ConfigurationError(f"{unknown_name('experiment', name, known)}; or enter the path of a TOML file")
+    return known[name]
+
+
+def read_experiment(file: Path, scale: str = "") -> Experiment:
+    """Reads an experiment.
+
+    Args:
+        file: TOML file; docs/how-to/run-experiments.md describes its contents.
+        scale: Name of a section under [scales] whose settings replace those of the file; empty or `paper` for none.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or an entry is unknown or has another type.
+    """
+    contents = read_toml(file)
+    scales = contents.pop("scales", {})
+    usual = _make(file, contents, SCALE)
+    if not scale or scale == SCALE:
+        return usual
+    if scale not in scales:
+        raise ConfigurationError(f"{file}: {unknown_name('scale', scale, (SCALE, *scales))}")
+    usual.check_names()
+    return _make(file, _merge(contents, scales[scale]), scale).without_other_points(usual.points)
+
+
+def _make(file: Path, contents: Mapping[str, Any], scale: str) -> Experiment:
+    try:
+        read = _File.model_validate(contents)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigurationError(f"{file}: {where}: {first['msg'].removeprefix('Value error, ')}") from error
+    return Experiment(
+        name=file.stem,
+        title=read.title,
+        source=read.source,
+        note=read.note,
+        scale=scale,
+        seeds=read.seeds,
+        metrics=read.metrics,
+        reference=read.reference,
+        target=read.target,
+        sections={name: getattr(read, name) for name in SECTIONS},
+        grid={axis: _points(axis, points) for axis, points in read.grid.items()},
+        methods=read.methods,
+        claims=read.claims,
+        printed=read.printed,
+    )
+
+
+def _points(axis: str, points: Sequence[Any] | Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the points of an axis by name: a setting's values, or named points with several settings each."""
+    if isinstance(points, Mapping):
+        return {name: {_full(key): value for key, value in settings.items()} for name, settings in points.items()}
+    short = axis.partition(".")[2] or axis
+    return {f"{short} {_text(value)}": {_full(axis): value} for value in points}
+
+
+def _text(value: Any) -> str:
+    return "+".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _full(key: str) -> str:
+    return key if "." in key else f"simulation.{key}"
+
+
+def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a nested mapping with changes; mappings in both are merged."""
+    result = dict(base)
+    for name, value in changes.items():
+        old = result.get(name)
+        result[name] = _merge(old, value) if isinstance(value, dict) and isinstance(old, dict) else value
+    return result

@@ -1,0 +1,256 @@
+"""The page of an experiment: one HTML file that needs no other, with its tables and figures as files beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fleetdistill_lab.experiments.definition import Experiment
+from fleetdistill_lab.experiments.figures import (
+    CURVE_TITLES,
+    draw_boxes,
+    draw_curves,
+    draw_lines,
+    draw_partitions,
+    save_figure,
+)
+from fleetdistill_lab.experiments.results import FAILED, FINISHED, Results
+from fleetdistill_lab.experiments.summary import check_claim, lines_of, summarize
+from fleetdistill_lab.experiments.tables import (
+    Table,
+    claim_table,
+    model_table,
+    save_csv,
+    save_latex,
+    short_table,
+    summary_table,
+)
+from fleetdistill_server.texts import counted, readable_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["CONTROLS", "Written", "missing_controls", "write_report"]
+
+CONTROLS: Mapping[str, str] = {
+    "fedavg": "FedAvg, the weighted mean of the models",
+    "no_transfer": "training alone",
+}
+"""Methods without which a comparison says little."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A report that was written.
+
+    Attributes:
+        page: The HTML file.
+        tables: Tables of the metrics and claims, as the terminal shows them.
+        warnings: What the reader has to know of it, such as missing controls and failed runs.
+    """
+
+    page: Path
+    tables: Sequence[Table]
+    warnings: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Picture:
+    svg: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class _Section:
+    title: str
+    lines: Sequence[str] = ()
+    tables: list[Table] = field(default_factory=list)
+    figures: list[_Picture] = field(default_factory=list)
+
+
+def missing_controls(methods: Sequence[str]) -> list[str]:
+    """Returns the names of controls that are not among the methods."""
+    return [name for name in CONTROLS if name not in methods]
+
+
+class _Writer:
+    """Writes tables and figures beside the page, and collects them for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        for name in ("tables", "figures"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+
+    def table(self, table: Table, name: str, rows: Any) -> Table:
+        save_csv(rows, self._folder / "tables" / f"{name}.csv")
+        save_latex(table, self._folder / "tables" / f"{name}.tex", f"tab:{name}")
+        return table
+
+    def figure(self, figure: Figure, name: str, caption: str) -> _Picture:
+        _, svg = save_figure(figure, self._folder / "figures", name)
+        text = svg.read_text(encoding="utf-8")
+        return _Picture(text[text.index("<svg") :], f"{caption} (figures/{name}.pdf)")
+
+
+def write_report(experiment: Experiment, results: Results, folder: Path) -> Written:
+    """Writes index.html, tables (CSV, LaTeX) and figures (PDF, SVG).
+
+    Args:
+        experiment: The experiment.
+        results: Its results.
+        folder: Folder of the page.
+    """
+    from jinja2 import Environment, PackageLoader
+
+    writer = _Writer(folder)
+    cells, runs = results.cells(), results.runs()
+    finished = [cell for cell in cells if cell.run in runs and runs[cell.run].status == FINISHED]
+    by_status = Counter(runs[cell.run].status if cell.run in runs else "not run" for cell in cells)
+    counts = Counter((cell.point, cell.label) for cell in finished)
+    metrics, short = _metric_sections(experiment, results, counts, writer)
+    warnings = _warnings(experiment, results, by_status)
+    sections = [
+        *metrics,
+        *_curve_sections(results, writer),
+        *_fleet_sections(results, writer),
+        _runs_section(results, finished),
+    ]
+    text = Environment(loader=PackageLoader("fleetdistill_lab.experiments", "."), autoescape=True).get_template(
+        "page.html"
+    )
+    seeds = ", ".join(map(str, experiment.seeds))
+    page = folder / "index.html"
+    page.write_text(
+        text.render(
+            title=experiment.title,
+            subtitle=f"Scale {experiment.scale}, seeds {seeds}; "
+            + ", ".join(f"{count} {status}" for status, count in by_status.items()),
+            source=experiment.source,
+            note=experiment.note,
+            warnings=warnings,
+            sections=[section for section in sections if section.tables or section.figures],
+            definition=next(iter(results.database["experiment"].rows))["definition"],
+        ),
+        encoding="utf-8",
+    )
+    return Written(page, short, warnings)
+
+
+def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, int]) -> list[str]:
+    methods = [entry.method or label for label, entry in experiment.methods.items()]
+    result = [f"A control is missing: {CONTROLS[name]}." for name in missing_controls(methods)]
+    if len(experiment.seeds) < 3:
+        result.append(f"Only {counted(len(experiment.seeds), 'seed')}: no difference can be told from chance.")
+    if by_status.get("not run"):
+        result.append(f"{counted(by_status['not run'], 'cell')} not run yet; means are over the finished seeds.")
+    runs = results.runs()
+    for cell in results.cells():
+        if cell.run in runs and runs[cell.run].status == FAILED:
+            where = ", ".join(text for text in (cell.label, cell.point, f"seed {cell.seed}") if text)
+            result.append(f"Failed: {where}: {runs[cell.run].error}")
+    versions = {json.dumps(run.versions, sort_keys=True) for run in runs.values() if run.status == FINISHED}
+    if len(versions) > 1:
+        result.append("Not all runs were made with the same versions of the packages.")
+    return result
+
+
+def _metric_sections(
+    experiment: Experiment, results: Results, counts: Mapping[tuple[str, str], int], writer: _Writer
+) -> tuple[list[_Section], list[Table]]:
+    reference = experiment.reference or next(iter(experiment.methods))
+    lines = [
+        f"Mean ± standard deviation over seeds; differences from {reference} are paired by seed, with the p value of "
+        "a two-sided paired t test, adjusted by Holm's method for all methods and grid points of the table. The best "
+        "mean of a column is bold."
+    ]
+    tables, short = _Section("Results", lines), list[Table]()
+    for metric in experiment.metrics:
+        summaries, printed = summarize(results.values(metric), reference, counts), experiment.printed.get(metric, {})
+        table = summary_table(metric, summaries, reference, printed)
+        short.append(short_table(metric, summaries, printed))
+        tables.tables.append(writer.table(table, f"metric-{metric}", summaries))
+    claims = _Section(
+        "The order in the source",
+        ["Each method beside the next one of the order that the source prints, over all grid points and seeds."],
+    )
+    for number, claim in enumerate(experiment.claims, 1):
+        metric = claim.metric or experiment.metrics[0]
+        pairs = check_claim(claim, metric, results.values(metric))
+        claims.tables.append(writer.table(claim_table(claim.text, metric, pairs), f"claim-{number}", pairs))
+        short.append(claims.tables[-1])
+    models = _Section("All models", ["In %; differences are in accuracy on all classes, from the first model."])
+    for point in experiment.points:
+        rows = results.models(point)
+        if rows:
+            drawn = lines_of(rows)
+            name = f"models{'-' if point else ''}{_slug(point)}"
+            models.tables.append(writer.table(model_table(drawn, point or "All models"), name, rows))
+            caption = f"Accuracy by bytes {point}".strip()
+            models.figures.append(writer.figure(draw_lines(drawn, point), name, caption))
+    return [tables, claims, models], short
+
+
+def _curve_sections(results: Results, writer: _Writer) -> list[_Section]:
+    section = _Section("Curves", ["Mean over seeds, and the range of the seeds."])
+    rounds = results.table("rounds")
+    for metric in CURVE_TITLES:
+        if (figure := draw_curves(rounds, metric)) is not None:
+            section.figures.append(writer.figure(figure, f"curve-{metric}", CURVE_TITLES[metric]))
+    return [section]
+
+
+def _fleet_sections(results: Results, writer: _Writer) -> list[_Section]:
+    devices, partitions = results.table("devices"), results.table("partitions")
+    boxes = _Section("Devices", ["Every device of every seed: median, quartiles, and 1.5 times their distance."])
+    for value, caption in (("own_accuracy", "on its own classes"), ("accuracy", "on all classes")):
+        if (figure := draw_boxes(devices, value)) is not None:
+            boxes.figures.append(writer.figure(figure, f"devices-{value}", f"Accuracy of each device {caption}"))
+    data = _Section("Partitions")
+    if not partitions.empty:
+        data.figures.append(writer.figure(draw_partitions(partitions), "partitions", "Training rows of each class"))
+    leaves = _Section("What leaves the device", ["Bytes of a device in the whole run by kind of part, mean over runs."])
+    traffic = results.table("traffic")
+    if not traffic.empty:
+        leaves.tables.append(_traffic_table(results, traffic))
+    return [boxes, data, leaves]
+
+
+def _traffic_table(results: Results, traffic: Any) -> Table:
+    sizes = {row["run"]: row["devices"] for row in results.database["runs"].rows}
+    traffic = traffic[traffic["direction"] == "up"].copy()
+    traffic["each"] = traffic["bytes"] / traffic["run"].map(sizes)
+    means = traffic.groupby(["label", "kind"], sort=False)["each"].mean()
+    labels = list(dict.fromkeys(traffic["label"]))
+    kinds = list(dict.fromkeys(traffic["kind"]))
+    rows = [
+        [label, *(readable_bytes(round(means[label, kind])) if (label, kind) in means else "" for kind in kinds)]
+        for label in labels
+    ]
+    return Table("From a device", ["", *kinds], rows)
+
+
+def _runs_section(results: Results, finished: Sequence[Any]) -> _Section:
+    runs = results.runs()
+    rows = [
+        [
+            cell.label,
+            cell.point,
+            str(cell.seed),
+            runs[cell.run].settings["simulation"].get("partition", "dirichlet_by_class"),
+            f"{runs[cell.run].seconds:.1f}",
+            runs[cell.run].versions.get("fleetdistill", ""),
+            f"runs/{cell.run}/simulation.toml",
+        ]
+        for cell in finished
+    ]
+    header = ["method", "grid point", "seed", "partition", "seconds", "version", "repeat with fleetdistill simulate"]
+    return _Section("Runs", [], [Table("Finished runs", header, rows)])
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

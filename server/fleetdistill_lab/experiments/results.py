@@ -1,0 +1,372 @@
+"""The results of an experiment: one SQLite file, and the same tables as Parquet files.
+
+Docs: docs/reference/experiments.md describes the tables. A run is added in one transaction, so that a killed experiment
+has whole runs only.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sqlite_utils import Database
+
+from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill_lab.experiments.definition import Cell, Experiment
+from fleetdistill_lab.experiments.metrics import CURVES, Report, Target, curve_of, read_metrics
+from fleetdistill_lab.simulation.report.comparison import NAMES
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["SCHEMA_VERSION", "ModelRow", "Results", "Run", "StoredCell", "open_results"]
+
+SCHEMA_VERSION = 1
+"""Version of the tables; raised if a column changes its meaning or goes."""
+FINISHED, FAILED = "finished", "failed"
+_PACKAGES = ("fleetdistill", "torch", "torchvision", "numpy", "scikit-learn", "scipy")
+_TABLES: Mapping[str, tuple[dict[str, type], tuple[str, ...]]] = {
+    "experiment": ({"schema_version": int, "name": str, "title": str, "scale": str, "definition": str}, ("name",)),
+    "cells": ({"label": str, "point": str, "seed": int, "run": str}, ("label", "point", "seed")),
+    "runs": (
+        {
+            "run": str,
+            "method": str,
+            "seed": int,
+            "status": str,
+            "error": str,
+            "seconds": float,
+            "devices": int,
+            "partition": str,
+            "partition_parameters": str,
+            "settings": str,
+            "versions": str,
+        },
+        ("run",),
+    ),
+    "metrics": ({"run": str, "metric": str, "value": float}, ("run", "metric")),
+    "models": (
+        {
+            "run": str,
+            "model": str,
+            "accuracy": float,
+            "own_accuracy": float,
+            "bytes": float,
+            "exchanges": float,
+        },
+        ("run", "model"),
+    ),
+    "rounds": (
+        {
+            "run": str,
+            "round": int,
+            **dict.fromkeys(CURVES, float),
+            "bytes_up": float,
+            "bytes_down": float,
+            "seconds": float,
+        },
+        ("run", "round"),
+    ),
+    "devices": (
+        {
+            "run": str,
+            "device": str,
+            "model": str,
+            "samples": int,
+            "accuracy": float,
+            "own_accuracy": float,
+        },
+        ("run", "device"),
+    ),
+    "partitions": ({"run": str, "device": str, "class": str, "samples": int}, ("run", "device", "class")),
+    "traffic": ({"run": str, "direction": str, "kind": str, "bytes": int}, ("run", "direction", "kind")),
+}
+"""Columns and primary key of each table."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row of the table `runs`.
+
+    Attributes:
+        run: Name of the run.
+        status: `finished` or `failed`.
+        error: Why it failed; empty otherwise.
+        seconds: Duration.
+        settings: Settings as a file for `fleetdistill simulate` has them.
+        versions: Versions of the packages by name.
+    """
+
+    run: str
+    status: str
+    error: str
+    seconds: float
+    settings: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class StoredCell:
+    """A row of the table `cells`."""
+
+    label: str
+    point: str
+    seed: int
+    run: str
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """One model of one cell; accuracies are in [0, 1].
+
+    Attributes:
+        label: Label of the method.
+        seed: Seed of the run.
+        model: `devices`, `global`, or the name of a variant such as `general` and `personal`.
+        accuracy: Mean accuracy over the devices on all classes; None if it was not scored.
+        own_accuracy: The same with classes weighted by each device's samples.
+        bytes: Bytes from and to a device in the whole run.
+        exchanges: Mean number of a device's exchanges.
+    """
+
+    label: str
+    seed: int
+    model: str
+    accuracy: float | None
+    own_accuracy: float | None
+    bytes: float
+    exchanges: float
+
+
+class Results:
+    """The results in a folder.
+
+    Args:
+        folder: Folder of the experiment.
+
+    Raises:
+        ConfigurationError: The folder's results have a newer schema version.
+        DataError: The file is not a database.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file = folder / "results.sqlite"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.database = Database(self.file)
+        try:
+            found = set(self.database.table_names())
+        except sqlite3.DatabaseError as error:
+            raise DataError(f"{self.file}: {error}; delete it to repeat the experiment's runs") from error
+        for name, (columns, key) in _TABLES.items():
+            if name not in found:
+                self.database.create_table(name, columns, pk=key if len(key) > 1 else key[0])
+        stored = next(self.database.query("SELECT schema_version FROM experiment"), None)
+        if stored is not None and stored["schema_version"] != SCHEMA_VERSION:
+            raise ConfigurationError(
+                f"{self.file} has schema version {stored['schema_version']}, this fleetdistill reads {SCHEMA_VERSION}; "
+                "use the version that wrote it, or another --out folder"
+            )
+
+    def close(self) -> None:
+        """Closes the database."""
+        self.database.close()
+
+    def begin(self, experiment: Experiment, cells: Sequence[Cell], definition: str) -> None:
+        """Stores an experiment's definition and cells, which replace earlier ones; runs stay.
+
+        Args:
+            experiment: The experiment.
+            cells: Its cells.
+            definition: Text of its file.
+        """
+        row = {
+            "schema_version": SCHEMA_VERSION,
+            "name": experiment.name,
+            "title": experiment.title,
+            "scale": experiment.scale,
+            "definition": definition,
+        }
+        with self.database.conn:
+            self.database.table("experiment").delete_where()
+            self.database.table("experiment").insert(row)
+            self.database.table("cells").delete_where()
+            self.database.table("cells").insert_all(
+                {"label": cell.label, "point": cell.point, "seed": cell.simulation.seed, "run": cell.run}
+                for cell in cells
+            )
+
+    def finished(self) -> set[str]:
+        """Returns the names of the finished runs."""
+        return {row["run"] for row in self.database["runs"].rows_where("status = ?", [FINISHED])}
+
+    def runs(self) -> dict[str, Run]:
+        """Returns all runs by name."""
+        return {
+            row["run"]: Run(
+                row["run"],
+                row["status"],
+                row["error"],
+                row["seconds"],
+                json.loads(row["settings"]),
+                json.loads(row["versions"]),
+            )
+            for row in self.database["runs"].rows
+        }
+
+    def fail(self, cell: Cell, error: str) -> None:
+        """Stores that a run failed."""
+        with self.database.conn:
+            self._delete(cell.run)
+            self.database.table("runs").insert(_run_row(cell, FAILED, error, 0.0, {}))
+
+    def add(self, cell: Cell, report: Report, seconds: Sequence[float], target: Target | None) -> None:
+        """Stores a finished run.
+
+        Args:
+            cell: The run's cell.
+            report: Contents of its report.json.
+            seconds: Seconds to the end of each completed round; may be shorter.
+            target: The experiment's target.
+        """
+        tables = {
+            "runs": [_run_row(cell, FINISHED, "", report["seconds"], report)],
+            "metrics": [{"metric": name, "value": value} for name, value in read_metrics(report, target).items()],
+            "models": [_model_row(report, row) for row in report["comparison"]],
+            "rounds": list(_round_rows(report, seconds)),
+            "devices": [_device_row(device) for device in report["devices"]],
+            "partitions": [
+                {"device": device["name"], "class": name, "samples": count}
+                for device in report["devices"]
+                for name, count in zip(report["class_names"], device["samples_by_class"], strict=True)
+            ],
+            "traffic": list(_traffic_rows(report)),
+        }
+        with self.database.conn:
+            self._delete(cell.run)
+            for name, rows in tables.items():
+                self.database.table(name).insert_all({"run": cell.run, **row} for row in rows)
+
+    def _delete(self, run: str) -> None:
+        for name in _TABLES:
+            if "run" in _TABLES[name][0] and name != "cells":
+                self.database.table(name).delete_where("run = ?", [run])
+
+    def values(self, metric: str) -> dict[str, dict[str, dict[int, float]]]:
+        """Returns a metric of the finished cells by grid point, label and seed, without runs that lack the figure."""
+        result: dict[str, dict[str, dict[int, float]]] = {}
+        for cell in self.cells():
+            result.setdefault(cell.point, {}).setdefault(cell.label, {})
+        rows = self.database.query(
+            "SELECT label, point, seed, value FROM cells JOIN metrics USING (run) "
+            "WHERE metric = ? AND value IS NOT NULL",
+            [metric],
+        )
+        for row in rows:
+            result[row["point"]][row["label"]][row["seed"]] = row["value"]
+        return result
+
+    def cells(self) -> list[StoredCell]:
+        """Returns the experiment's cells, in their order."""
+        return [StoredCell(**row) for row in self.database["cells"].rows_where(order_by="rowid")]
+
+    def models(self, point: str) -> list[ModelRow]:
+        """Returns the models of a grid point's finished cells, in the order of the cells."""
+        text = """
+            SELECT label, seed, model, accuracy, own_accuracy, bytes, exchanges
+            FROM cells JOIN models USING (run) WHERE point = ? ORDER BY cells.rowid, models.rowid
+        """
+        return [ModelRow(**row) for row in self.database.query(text, [point])]
+
+    def table(self, name: str) -> pandas.DataFrame:
+        """Returns a table that has a column `run`, with a row for each cell of a run: its label, point and seed too."""
+        import pandas
+
+        text = f"SELECT label, point, cells.seed, {name}.* FROM cells JOIN {name} USING (run) ORDER BY cells.rowid"
+        return pandas.read_sql_query(text, self.database.conn)
+
+    def save_parquet(self) -> list[Path]:
+        """Writes each table to a Parquet file and returns the files."""
+        import pandas
+
+        result = []
+        (self.folder / "parquet").mkdir(exist_ok=True)
+        for name in _TABLES:
+            file = self.folder / "parquet" / f"{name}.parquet"
+            new = file.with_suffix(".new")
+            pandas.read_sql_query(f"SELECT * FROM {name}", self.database.conn).to_parquet(new, index=False)
+            new.replace(file)
+            result.append(file)
+        return result
+
+
+def open_results(folder: Path) -> closing[Results]:
+    """Context manager that opens and closes the results in a folder.
+
+    Raises:
+        ConfigurationError: The folder has no results.
+    """
+    if not (folder / "results.sqlite").exists():
+        raise ConfigurationError(f"{folder} has no results.sqlite; run the experiment with --out {folder} first")
+    return closing(Results(folder))
+
+
+def _run_row(cell: Cell, status: str, error: str, seconds: float, report: Report) -> dict[str, Any]:
+    return {
+        "run": cell.run,
+        "method": cell.simulation.method,
+        "seed": cell.simulation.seed,
+        "status": status,
+        "error": error,
+        "seconds": seconds,
+        "devices": cell.simulation.devices,
+        "partition": cell.simulation.partition,
+        "partition_parameters": json.dumps(report.get("partition_parameters", {})),
+        "settings": json.dumps(cell.sections, default=str),
+        "versions": json.dumps({"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}),
+    }
+
+
+def _model_row(report: Report, row: Mapping[str, Any]) -> dict[str, Any]:
+    name = row["name"].removeprefix(NAMES.get(report["method"], report["method"])).strip()
+    shown = ("accuracy", "own_accuracy", "bytes", "exchanges")
+    return {"model": name or "devices", **{key: row[key] for key in shown}}
+
+
+def _device_row(device: Mapping[str, Any]) -> dict[str, Any]:
+    personal = device["further"].get("personal", {})
+    return {
+        "device": device["name"],
+        "model": device["model"],
+        "samples": device["samples"],
+        "accuracy": device["accuracy_fleet"],
+        "own_accuracy": personal.get("own_accuracy", device["own_accuracy_fleet"]),
+    }
+
+
+def _round_rows(report: Report, seconds: Sequence[float]) -> Iterator[dict[str, Any]]:
+    curves = {name: curve_of(report, name) for name in CURVES}
+    for at, sent in enumerate(report["bytes_by_round"]):
+        yield {
+            "round": at + 1,
+            **{name: curve[at] if at < len(curve) else None for name, curve in curves.items()},
+            "bytes_up": sent["up"],
+            "bytes_down": sent["down"],
+            "seconds": seconds[at] if at < len(seconds) else None,
+        }
+
+
+def _traffic_rows(report: Report) -> Iterator[dict[str, Any]]:
+    totals: dict[tuple[str, str], int] = {}
+    for sent in report["traffic"]:
+        key = sent["direction"], sent["kind"]
+        totals[key] = totals.get(key, 0) + sent["tensor_bytes"] + sent["envelope_bytes"]
+    for (direction, kind), total in totals.items():
+        yield {"direction": direction, "kind": kind, "bytes": total}

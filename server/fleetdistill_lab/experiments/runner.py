@@ -1,0 +1,275 @@
+"""Runs the cells of an experiment, each in a process of its own; a finished run is not repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tomli_w
+
+from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.state.file_lock import lock_file
+from fleetdistill_lab.experiments.definition import Cell, Experiment
+from fleetdistill_lab.experiments.process import SETTINGS, round_seconds
+from fleetdistill_lab.experiments.results import Results
+
+__all__ = ["Progress", "run_experiment"]
+
+_LOG = "errors.log"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of an experiment.
+
+    Attributes:
+        total: Number of runs.
+        finished: Number of finished runs, those of earlier calls included.
+        failed: Number of failed runs.
+        seconds_left: Estimate of the remaining time in seconds; None before the first run of this experiment ended.
+        cell: The run that ended last; None while one makes progress.
+        error: Why it failed; empty otherwise.
+        seconds: Its duration in seconds.
+    """
+
+    total: int
+    finished: int
+    failed: int
+    seconds_left: float | None
+    cell: Cell | None = None
+    error: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class _Times:
+    """Estimates the remaining time from the durations of finished runs.
+
+    Attributes:
+        seconds: Durations by label.
+        left: Part of each pending run that is left, in [0, 1], by its name; `labels` has their labels.
+    """
+
+    left: dict[str, float]
+    labels: Mapping[str, str]
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def estimate(self, workers: int) -> float | None:
+        known = {label: statistics.mean(seconds) for label, seconds in self.seconds.items()}
+        if not known:
+            return None
+        usual = statistics.mean(known.values())
+        return sum(part * known.get(self.labels[run], usual) for run, part in self.left.items()) / workers
+
+
+@dataclass(frozen=True)
+class _Event:
+    """What a thread tells of a run: a part of it is left, or it has ended."""
+
+    cell: Cell
+    left: float
+    ended: bool = False
+    error: str = ""
+
+
+def run_experiment(
+    experiment: Experiment,
+    out: Path,
+    *,
+    definition: str = "",
+    workers: int = 1,
+    overwrite: bool = False,
+    data_dir: Path | None = None,
+    on_progress: Callable[[Progress], object] = lambda progress: None,
+) -> list[Cell]:
+    """Runs what is missing of an experiment and stores it in `out`/results.sqlite and `out`/parquet.
+
+    Every run has a process of its own, so that none depends on another one, and a folder in `out`/runs. A run that was
+    interrupted or killed continues. A run that failed is tried again by the next call.
+
+    Args:
+        experiment: The experiment.
+        out: Folder of the experiment.
+        definition: Text of its file, which is stored.
+        workers: Number of runs at the same time, at least 1.
+        overwrite: Whether to repeat finished runs.
+        data_dir: Folder of the data sets; None for that of the file or the environment.
+        on_progress: Called when a run makes progress or ends.
+
+    Returns:
+        All cells.
+
+    Raises:
+        ConfigurationError: A setting is out of range; nothing has been run then.
+        DataError: The experiment is running in `out` already.
+        KeyboardInterrupt: Ctrl-C was pressed; the same call continues.
+    """
+    if workers < 1:
+        raise ConfigurationError(f"workers is {workers}, must be at least 1")
+    cells = experiment.cells()
+    out.mkdir(parents=True, exist_ok=True)
+    lock = lock_file(out / "lock")
+    if lock is None:
+        raise DataError(f"the experiment is running in {out}; wait for it, or choose another --out folder")
+    with lock:
+        results = Results(out)
+        try:
+            results.begin(experiment, cells, definition)
+            unique = {cell.run: cell for cell in reversed(cells)}  # the first cell of each run
+            finished = set() if overwrite else results.finished() & unique.keys()
+            if overwrite:
+                for run in unique:
+                    shutil.rmtree(out / "runs" / run, ignore_errors=True)
+            _read_again(results, experiment, [unique[run] for run in finished])
+            pending = [cell for cell in cells if cell is unique[cell.run] and cell.run not in finished]
+            _run_all(experiment, results, pending, len(finished), workers, data_dir, lock.fileno(), on_progress)
+        finally:
+            results.save_parquet()
+            results.close()
+    return cells
+
+
+def _read_again(results: Results, experiment: Experiment, cells: Iterable[Cell]) -> None:
+    """Reads the reports of finished runs again, because the target or the metrics may have changed."""
+    for cell in cells:
+        folder = results.folder / "runs" / cell.run
+        results.add(cell, json.loads((folder / "report.json").read_text()), round_seconds(folder), experiment.target)
+
+
+def _run_all(
+    experiment: Experiment,
+    results: Results,
+    pending: Sequence[Cell],
+    finished: int,
+    workers: int,
+    data_dir: Path | None,
+    lock: int,
+    on_progress: Callable[[Progress], object],
+) -> None:
+    total, failed = finished + len(pending), 0
+    times = _Times({cell.run: 1.0 for cell in pending}, {cell.run: cell.label for cell in pending})
+    todo: queue.SimpleQueue[Cell] = queue.SimpleQueue()
+    events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+    for cell in pending:
+        todo.put(cell)
+    pool = [_Worker(results.folder / "runs", todo, events, data_dir, lock) for _ in range(min(workers, len(pending)))]
+    ended = 0
+    try:
+        while ended < len(pending):
+            event = events.get()
+            times.left[event.cell.run] = event.left
+            if not event.ended:
+                on_progress(Progress(total, finished, failed, times.estimate(workers)))
+                continue
+            ended += 1
+            seconds = 0.0
+            if event.error:
+                failed += 1
+                results.fail(event.cell, event.error)
+            else:
+                finished += 1
+                seconds = _store(results, experiment, event.cell)
+                times.seconds.setdefault(event.cell.label, []).append(seconds)
+            on_progress(Progress(total, finished, failed, times.estimate(workers), event.cell, event.error, seconds))
+    finally:
+        for worker in pool:
+            worker.stop()
+
+
+def _store(results: Results, experiment: Experiment, cell: Cell) -> float:
+    """Stores a finished run and deletes its state, which nothing needs any more; returns its duration in seconds."""
+    folder = results.folder / "runs" / cell.run
+    report = json.loads((folder / "report.json").read_text())
+    results.add(cell, report, round_seconds(folder), experiment.target)
+    shutil.rmtree(folder / "work")
+    return float(report["seconds"])
+
+
+class _Worker:
+    """A thread that starts the process of one run after another.
+
+    Args:
+        folder: Folder of the runs.
+        todo: Cells to run; all workers take from it.
+        events: Gets what happens.
+        data_dir: Folder of the data sets.
+        lock: File descriptor of the experiment's lock, which the processes hold too until they have ended.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        todo: queue.SimpleQueue[Cell],
+        events: queue.SimpleQueue[_Event],
+        data_dir: Path | None,
+        lock: int,
+    ) -> None:
+        self._folder, self._todo, self._events, self._data_dir = folder, todo, events, data_dir
+        self._inherited = [lock] if os.name == "posix" else []
+        self._process: subprocess.Popen[str] | None = None
+        self._stopping = threading.Event()
+        self._starting = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name="experiment-worker", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Interrupts the run in progress, which can be continued, and waits for its process."""
+        with self._starting:
+            self._stopping.set()
+            if self._process is not None and self._process.poll() is None:
+                self._process.send_signal(signal.SIGINT)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                cell = self._todo.get_nowait()
+            except queue.Empty:
+                return
+            folder = self._folder / cell.run
+            try:
+                status = self._run(cell, folder)
+            except OSError as error:
+                self._events.put(_Event(cell, 0.0, ended=True, error=str(error)))
+                continue
+            if self._stopping.is_set():
+                return
+            reason = "" if status == 0 else _last_line(folder / _LOG, status)
+            self._events.put(_Event(cell, 0.0, ended=True, error=reason))
+
+    def _run(self, cell: Cell, folder: Path) -> int:
+        """Runs the process of a cell to its end and returns its exit status."""
+        folder.mkdir(parents=True, exist_ok=True)
+        sections = {name: dict(values) for name, values in cell.sections.items()}
+        if self._data_dir is not None:
+            sections["simulation"].setdefault("data_dir", str(self._data_dir))
+        (folder / SETTINGS).write_text(tomli_w.dumps(sections))
+        command = [sys.executable, "-m", "fleetdistill_lab.experiments.process", str(folder), str(os.getpid())]
+        with (folder / _LOG).open("w") as log:
+            with self._starting:
+                if self._stopping.is_set():
+                    return 0
+                self._process = subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=log, text=True, pass_fds=self._inherited
+                )
+            assert self._process.stdout is not None
+            for line in self._process.stdout:
+                if line.startswith("{"):  # a model may print
+                    done = json.loads(line)
+                    self._events.put(_Event(cell, 1 - done["completed"] / max(1, done["total"])))
+            return self._process.wait()
+
+
+def _last_line(log: Path, status: int) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("error: ") if lines else f"the process ended with status {status}"

@@ -1,0 +1,227 @@
+"""Means, spreads and paired differences over seeds, and the orders that a source claims."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fleetdistill_lab.experiments.definition import Claim
+from fleetdistill_lab.experiments.metrics import METRICS
+from fleetdistill_lab.experiments.results import ModelRow
+
+__all__ = ["Line", "Pair", "Summary", "Values", "check_claim", "holm", "lines_of", "paired_p", "summarize"]
+
+Values = Mapping[str, Mapping[str, Mapping[int, float]]]
+"""A metric by grid point, label and seed."""
+LEVEL = 0.05
+"""Largest p value of a difference that counts as one."""
+
+
+def mean_and_spread(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Returns the mean, and the standard deviation with n - 1; None for too few values."""
+    mean = statistics.mean(values) if values else None
+    return mean, statistics.stdev(values) if len(values) > 1 else None
+
+
+def paired_p(differences: Sequence[float]) -> float | None:
+    """Returns the two-sided p value of a paired t test; None for fewer than two pairs or equal differences."""
+    if len(differences) < 2 or len(set(differences)) == 1:
+        return None
+    from scipy import stats
+
+    return float(stats.ttest_1samp(differences, 0.0).pvalue)
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Adjusts p values for their number by Holm's method; None stays None and does not count.
+
+    Holm, A Simple Sequentially Rejective Multiple Test Procedure, Scandinavian Journal of Statistics 1979.
+    """
+    known = sorted((p, at) for at, p in enumerate(p_values) if p is not None)
+    adjusted: list[float | None] = [None] * len(p_values)
+    largest = 0.0
+    for rank, (p, at) in enumerate(known):
+        largest = max(largest, min(1.0, (len(known) - rank) * p))
+        adjusted[at] = largest
+    return adjusted
+
+
+@dataclass(frozen=True)
+class Line:
+    """One model over all seeds; accuracies are in [0, 1].
+
+    Attributes:
+        method: Label of the method.
+        name: The label, with the model's name if the method has several models.
+        seeds: Number of seeds that have it.
+        accuracy, accuracy_spread: Mean accuracy on all classes, and its standard deviation over seeds; None if it was
+            not scored, or with a single seed.
+        own_accuracy, own_accuracy_spread: The same with classes weighted by each device's samples.
+        bytes: Mean bytes from and to a device in the whole run.
+        exchanges: Mean number of a device's exchanges.
+        difference, difference_spread: Mean and standard deviation of the paired difference in accuracy from the first
+            line; None for the first line.
+        p: Two-sided p value of a paired t test of the difference, by Holm's method for the number of lines; None if
+            there are fewer than two pairs, or all differences are equal.
+    """
+
+    method: str
+    name: str
+    seeds: int
+    accuracy: float | None
+    accuracy_spread: float | None
+    own_accuracy: float | None
+    own_accuracy_spread: float | None
+    bytes: float
+    exchanges: float
+    difference: float | None = None
+    difference_spread: float | None = None
+    p: float | None = None
+
+
+def lines_of(rows: Sequence[ModelRow]) -> list[Line]:
+    """Returns a line for each model, in order of appearance.
+
+    Differences are from the first model of the first method, over the seeds that have both.
+    """
+    keys = list(dict.fromkeys((row.label, row.model) for row in rows))
+    by_key = {key: {row.seed: row for row in rows if (row.label, row.model) == key} for key in keys}
+    accuracies = {
+        key: {seed: row.accuracy for seed, row in of.items() if row.accuracy is not None} for key, of in by_key.items()
+    }
+    differences = {key: paired(rates, accuracies[keys[0]]) for key, rates in accuracies.items()}
+    p_values = holm([None if key == keys[0] else paired_p(differences[key]) for key in keys])
+    models = {label: sum(other == label for other, _ in keys) for label, _ in keys}
+    result = []
+    for key, p in zip(keys, p_values, strict=True):
+        of, (label, model) = list(by_key[key].values()), key
+        result.append(
+            Line(
+                label,
+                f"{label} {model}" if models[label] > 1 else label,
+                len(of),
+                *mean_and_spread(list(accuracies[key].values())),
+                *mean_and_spread([row.own_accuracy for row in of if row.own_accuracy is not None]),
+                statistics.mean(row.bytes for row in of),
+                statistics.mean(row.exchanges for row in of),
+                *mean_and_spread(differences[key] if key != keys[0] else []),
+                p,
+            )
+        )
+    return result
+
+
+def paired(values: Mapping[int, float], others: Mapping[int, float]) -> list[float]:
+    """Returns the differences of the seeds that are in both, in the order of `values`."""
+    return [value - others[seed] for seed, value in values.items() if seed in others]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A method's metric at one grid point, over seeds.
+
+    Attributes:
+        label: Label of the method.
+        point: The grid point.
+        seeds: Number of seeds that have the figure.
+        missing: Number of finished seeds without the figure, such as runs that did not reach the target.
+        mean, spread: Mean and standard deviation; None without a seed, or with one.
+        difference, difference_spread: The same of the paired difference from the reference; None for the reference.
+        p: Two-sided p value of a paired t test of the difference, by Holm's method for all methods and grid points of
+            the table.
+    """
+
+    label: str
+    point: str
+    seeds: int
+    missing: int
+    mean: float | None
+    spread: float | None
+    difference: float | None
+    difference_spread: float | None
+    p: float | None
+
+
+def summarize(values: Values, reference: str, finished: Mapping[tuple[str, str], int]) -> list[Summary]:
+    """Returns the summaries of one metric, points outermost.
+
+    A mean is over all seeds or does not exist: where a seed has no figure, such as a target that it did not reach, the
+    mean of the others would be too good.
+
+    Args:
+        values: The metric.
+        reference: Label from which differences are.
+        finished: Number of finished runs by point and label.
+    """
+    keys = [(point, label) for point, of in values.items() for label in of]
+    differences = {
+        (point, label): [] if label == reference else paired(values[point][label], values[point].get(reference, {}))
+        for point, label in keys
+    }
+    p_values = holm([paired_p(differences[key]) for key in keys])
+    result = []
+    for (point, label), p in zip(keys, p_values, strict=True):
+        known = list(values[point][label].values())
+        missing = finished.get((point, label), 0) - len(known)
+        mean, spread = mean_and_spread(known) if not missing else (None, None)
+        result.append(
+            Summary(label, point, len(known), missing, mean, spread, *mean_and_spread(differences[point, label]), p)
+        )
+    return result
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two methods of a claim's order, compared over grid points and seeds.
+
+    Attributes:
+        better, worse: Labels in the order that is claimed.
+        pairs: Number of runs that both have.
+        wins: Number of these in which `better` is ahead.
+        difference: Mean of its lead, above 0 if it is ahead; None without pairs.
+        p: Two-sided p value of a t test of the leads, by Holm's method for the pairs of the claim. Leads at several
+            grid points are treated as independent.
+        verdict: `holds`, `does not hold` (the order is the opposite one), or `not decided` at the level of 5 %.
+    """
+
+    better: str
+    worse: str
+    pairs: int
+    wins: int
+    difference: float | None
+    p: float | None
+
+    @property
+    def verdict(self) -> str:
+        if self.difference is None or self.p is None or self.p > LEVEL:
+            return "not decided"
+        return "holds" if self.difference > 0 else "does not hold"
+
+
+def check_claim(claim: Claim, metric: str, values: Values) -> list[Pair]:
+    """Compares each method of a claim with the next one of its order.
+
+    Args:
+        claim: The claim.
+        metric: Its metric.
+        values: The metric's values.
+    """
+    sign = 1 if METRICS[metric].higher_is_better else -1
+    points = [point for point in values if not claim.at or point in claim.at]
+    found = [
+        [sign * lead for point in points for lead in paired(values[point].get(one, {}), values[point].get(other, {}))]
+        for one, other in zip(claim.order, claim.order[1:], strict=False)
+    ]
+    p_values = holm([paired_p(leads) for leads in found])
+    return [
+        Pair(
+            better=one,
+            worse=other,
+            pairs=len(leads),
+            wins=sum(lead > 0 for lead in leads),
+            difference=statistics.mean(leads) if leads else None,
+            p=p,
+        )
+        for one, other, leads, p in zip(claim.order, claim.order[1:], found, p_values, strict=False)
+    ]

@@ -1,0 +1,255 @@
+"""Tables of an experiment: on the terminal, as CSV and LaTeX, and for the page."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fleetdistill_lab.experiments.changes import Change
+from fleetdistill_lab.experiments.metrics import METRICS
+from fleetdistill_lab.experiments.results import ModelRow
+from fleetdistill_lab.experiments.summary import LEVEL, Line, Pair, Summary
+from fleetdistill_server.texts import readable_bytes
+
+if TYPE_CHECKING:
+    import rich.table
+
+__all__ = [
+    "Table",
+    "change_table",
+    "claim_table",
+    "model_table",
+    "rich_table",
+    "save_csv",
+    "save_latex",
+    "short_table",
+    "summary_table",
+]
+
+NEVER = "never"
+"""Shown where a run did not reach the target."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts.
+
+    Attributes:
+        title: Its title.
+        header: Titles of the columns; the first column has names.
+        rows: Texts of the cells.
+        strong: Rows and columns of the cells to emphasize: the best mean of a column.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    strong: frozenset[tuple[int, int]] = frozenset()
+
+
+def format_value(value: float | None, spread: float | None, unit: str, sign: str = "") -> str:
+    """Formats a value with its spread; rates as percent without the sign."""
+    if value is None:
+        return ""
+    if unit == "bytes":
+        return readable_bytes(round(value))
+    scale, digits = (100.0, 1) if unit == "percent" else (1.0, 1)
+    text = f"{scale * value:{sign}.{digits}f}"
+    return text if spread is None else f"{text} ± {scale * spread:.{digits}f}"
+
+
+def model_table(lines: Sequence[Line], title: str) -> Table:
+    """Returns a table of all models, in percent and percentage points."""
+    header = ("", "all classes", "own classes", "bytes", "exchanges", f"from {lines[0].name}", "p")
+    rows = [
+        (
+            line.name,
+            format_value(line.accuracy, line.accuracy_spread, "percent") or "not scored",
+            format_value(line.own_accuracy, line.own_accuracy_spread, "percent") or "not scored",
+            readable_bytes(round(line.bytes)),
+            f"{line.exchanges:.3g}",
+            format_value(line.difference, line.difference_spread, "percent", "+"),
+            "" if line.p is None else f"{line.p:.2g}",
+        )
+        for line in lines
+    ]
+    return Table(title, header, rows)
+
+
+def short_table(metric: str, summaries: Sequence[Summary], printed: Mapping[str, Mapping[str, float]]) -> Table:
+    """Returns the table of one metric for the terminal: a row for each method and a column for each grid point.
+
+    A star marks a difference from the reference with a p value of at most 5 %. Arguments as for `summary_table`.
+    """
+    points = list(dict.fromkeys(one.point for one in summaries))
+    by_key = {(one.label, one.point): one for one in summaries}
+    rows = []
+    for label in dict.fromkeys(one.label for one in summaries):
+        row = [label]
+        for point in points:
+            one, value = by_key[label, point], printed.get(label, {}).get(point)
+            star = "*" if one.p is not None and one.p <= LEVEL else ""
+            source = "" if value is None else f" (source: {value:g})"
+            row.append(f"{_mean_text(one, METRICS[metric].unit)}{star}{source}")
+        rows.append(row)
+    return Table(METRICS[metric].title, ("", *points) if points != [""] else ("", metric), rows)
+
+
+def summary_table(
+    metric: str, summaries: Sequence[Summary], reference: str, printed: Mapping[str, Mapping[str, float]]
+) -> Table:
+    """Returns the table of one metric: a row for each method, and for each grid point its mean and difference.
+
+    Args:
+        metric: Name of the metric.
+        summaries: Its summaries.
+        reference: Label from which differences are.
+        printed: Values that the source prints, by label and point; shown as they are.
+    """
+    unit, better = METRICS[metric].unit, METRICS[metric].higher_is_better
+    points = list(dict.fromkeys(one.point for one in summaries))
+    by_key = {(one.label, one.point): one for one in summaries}
+    labels = list(dict.fromkeys(one.label for one in summaries))
+    has_differences = len(labels) > 1 and unit != "bytes"
+    has_printed = bool(printed)
+    header = [""]
+    strong = set[tuple[int, int]]()
+    for point in points:
+        means = {label: mean for label in labels if (mean := by_key[label, point].mean) is not None}
+        if means and len(labels) > 1:
+            best = (max if better else min)(means, key=means.__getitem__)
+            strong.add((labels.index(best), len(header)))
+        header.append(point or METRICS[metric].title)
+        header += [f"from {reference}", "p"] if has_differences else []
+        header += ["in the source"] if has_printed else []
+    rows = []
+    for label in labels:
+        row = [label]
+        for point in points:
+            one = by_key[label, point]
+            row.append(_mean_text(one, unit))
+            if has_differences:
+                row.append(format_value(one.difference, one.difference_spread, unit, "+"))
+                row.append("" if one.p is None else f"{one.p:.2g}")
+            if has_printed:
+                value = printed.get(label, {}).get(point)
+                row.append("" if value is None else f"{value:g}")
+        rows.append(row)
+    return Table(METRICS[metric].title, header, rows, frozenset(strong))
+
+
+def _mean_text(one: Summary, unit: str) -> str:
+    if one.missing:
+        return f"{NEVER} ({one.missing} of {one.missing + one.seeds})" if one.seeds else NEVER
+    return format_value(one.mean, one.spread, unit) or "not run"
+
+
+def claim_table(text: str, metric: str, pairs: Sequence[Pair]) -> Table:
+    """Returns the table of a claim's pairs; a lead is above 0 if the claimed order holds."""
+    unit = METRICS[metric].unit
+    rows = [
+        (
+            f"{pair.better} > {pair.worse}",
+            format_value(pair.difference, None, unit, "+") if unit != "bytes" else "",
+            f"{pair.wins} of {pair.pairs}",
+            "" if pair.p is None else f"{pair.p:.2g}",
+            pair.verdict,
+        )
+        for pair in pairs
+    ]
+    title = f"{text} ({METRICS[metric].title})" if text else METRICS[metric].title
+    return Table(title, ("claimed order", "mean lead", "ahead in", "p", "here"), rows)
+
+
+def change_table(changes: Sequence[Change]) -> Table:
+    """Returns a table of the metrics that differ between two experiments."""
+    rows = [
+        (
+            ", ".join(text for text in (change.label, change.point) if text),
+            change.metric,
+            format_value(change.before, None, METRICS[change.metric].unit),
+            format_value(change.after, None, METRICS[change.metric].unit),
+            str(change.seeds),
+            "" if change.p is None else f"{change.p:.2g}",
+            "same" if change.same_settings else "changed",
+        )
+        for change in changes
+    ]
+    return Table("Metrics that differ", ("", "metric", "first", "second", "seeds", "p", "settings"), rows)
+
+
+def rich_table(table: Table) -> rich.table.Table:
+    """Returns a table for the terminal."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table as RichTable
+
+    result = RichTable(
+        title=table.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False
+    )
+    result.add_column(table.header[0], no_wrap=True)
+    for name in table.header[1:]:
+        result.add_column(name, justify="right", no_wrap=True)
+    for row in table.rows:
+        result.add_row(*row)
+    return result
+
+
+def save_csv(rows: Iterable[ModelRow | Summary | Pair], file: Path) -> None:
+    """Writes rows with full precision; rates are in [0, 1]."""
+    found = list(rows)
+    with file.open("w", newline="", encoding="utf-8") as opened:
+        if found:
+            writer = csv.DictWriter(opened, [field.name for field in fields(found[0])])
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in found)
+
+
+def save_latex(table: Table, file: Path, label: str) -> None:
+    """Writes a LaTeX table, which needs the package booktabs.
+
+    Args:
+        table: The table.
+        file: The file.
+        label: Label of the table, for references.
+    """
+    import pandas
+
+    rows = [
+        [_strong(text, (at, column) in table.strong) for column, text in enumerate(row)]
+        for at, row in enumerate(table.rows)
+    ]
+    frame: Any = pandas.DataFrame(rows, columns=[_escape(name) for name in table.header])
+    text = frame.to_latex(
+        index=False,
+        escape=False,
+        caption=_escape(table.title),
+        label=label,
+        column_format="l" + "r" * (len(table.header) - 1),
+        position="t",
+    )
+    file.write_text(text, encoding="utf-8")
+
+
+_LATEX = {
+    "&": r"\&",
+    "%": r"\%",
+    "_": r"\_",
+    "#": r"\#",
+    "$": r"\$",
+    "±": r"$\pm$",
+    ">": "$>$",
+    "<": "$<$",
+    "→": r"$\to$",
+}
+
+
+def _escape(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+def _strong(text: str, is_strong: bool) -> str:
+    escaped = _escape(text)
+    return rf"\textbf{{{escaped}}}" if is_strong else escaped

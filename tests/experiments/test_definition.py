@@ -1,0 +1,180 @@
+"""Definitions of experiments: files, scales, grids, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fleetdistill.errors import ConfigurationError
+from fleetdistill_lab.experiments.definition import (
+    Experiment,
+    MethodEntry,
+    find_experiment,
+    packaged,
+    parse_seeds,
+    read_experiment,
+)
+
+TEXT = """
+title = "Three methods"
+seeds = "0-1"
+metrics = ["accuracy", "rounds_to_target"]
+target = { metric = "global", level = 0.5 }
+
+[simulation]
+devices = 3
+
+[method]
+local_epochs = 1
+
+[grid]
+alpha = [0.1, 1.0]
+"fedprox.mu" = [0.1]
+
+[grid.fleet]
+all = { rounds = 4 }
+half = { devices = 6, "simulation.devices_per_round" = 3, "method.batch_size" = 8 }
+
+[methods.FedAvg]
+method = "fedavg"
+
+[methods.fedprox]
+settings = { mu = 0.5 }
+
+[methods."one exchange"]
+method = "classstats"
+simulation = { rounds = 1 }
+
+[[claims]]
+order = ["fedprox", "FedAvg"]
+
+[printed.accuracy.FedAvg]
+"alpha 0.1, all" = 61.5
+
+[scales.small]
+seeds = [7]
+grid.alpha = [0.5]
+methods.FedAvg.settings = { learning_rate = 0.1 }
+""".replace('"fedprox.mu" = [0.1]\n', "")
+
+
+def write(folder: Path, text: str = TEXT) -> Path:
+    file = folder / "three.toml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("0", [0]), ("0-2", [0, 1, 2]), ("4,1", [4, 1]), ("1-2, 7", [1, 2, 7]), ("3-3", [3])]
+)
+def test_seeds_are_numbers_and_ranges(text: str, seeds: list[int]) -> None:
+    assert parse_seeds(text) == seeds
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "1,1", "0-2,1", "-1", "1-", "1.5"])
+def test_other_seeds_are_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="seeds is"):
+        parse_seeds(text)
+
+
+def test_grid_is_the_product_of_its_axes(tmp_path: Path) -> None:
+    experiment = read_experiment(write(tmp_path))
+    assert list(experiment.points) == ["alpha 0.1, all", "alpha 0.1, half", "alpha 1.0, all", "alpha 1.0, half"]
+    cells = experiment.cells()
+    assert len(cells) == 2 * 4 * 3
+    assert [(cell.simulation.seed, cell.point, cell.label) for cell in cells[:4]] == [
+        (0, "alpha 0.1, all", "FedAvg"),
+        (0, "alpha 0.1, all", "fedprox"),
+        (0, "alpha 0.1, all", "one exchange"),
+        (0, "alpha 0.1, half", "FedAvg"),
+    ]
+    half = next(cell.simulation for cell in cells if cell.point == "alpha 1.0, half" and cell.label == "fedprox")
+    assert (half.method, half.alpha, half.devices, half.devices_per_round) == ("fedprox", 1.0, 6, 3)
+    assert dict(half.settings) == {"local_epochs": 1, "batch_size": 8, "mu": 0.5}
+    assert (half.with_alone, half.with_fedavg) == (False, False)
+
+
+def test_settings_of_a_method_precede_those_of_all(tmp_path: Path) -> None:
+    cells = read_experiment(write(tmp_path)).cells()
+    assert {cell.simulation.rounds for cell in cells if cell.label == "one exchange"} == {1}
+    assert {cell.simulation.rounds for cell in cells if cell.label == "FedAvg"} == {4, None}
+
+
+def test_scale_replaces_parts_of_the_file(tmp_path: Path) -> None:
+    experiment = read_experiment(write(tmp_path), "small")
+    assert (experiment.scale, list(experiment.seeds)) == ("small", [7])
+    assert list(experiment.points) == ["alpha 0.5, all", "alpha 0.5, half"]
+    assert dict(experiment.cells()[0].simulation.settings) == {"local_epochs": 1, "learning_rate": 0.1}
+
+
+def test_cells_with_the_same_settings_share_a_run() -> None:
+    """FedAvg has no mu, so its cells of both grid points are one run, and so are settings that equal the defaults."""
+    experiment = Experiment(
+        name="x",
+        title="x",
+        seeds=[0],
+        methods={
+            "fedavg": MethodEntry(),
+            "fedprox": MethodEntry(),
+            "the same": MethodEntry(method="fedavg", settings={"batch_size": 32}),
+            "another": MethodEntry(method="fedavg", settings={"batch_size": 16}),
+        },
+        grid={"mu": {"mu 0.1": {"method.mu": 0.1}, "mu 1": {"method.mu": 1.0}}},
+    )
+    runs = {(cell.label, cell.point): cell.run for cell in experiment.cells()}
+    assert runs["fedavg", "mu 0.1"] == runs["fedavg", "mu 1"] == runs["the same", "mu 1"]
+    assert runs["fedprox", "mu 0.1"] != runs["fedprox", "mu 1"]
+    assert len(set(runs.values())) == 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ('title = "Three methods"', "", "title: Field required"),
+        ('seeds = "0-1"', 'seeds = "1-0"', "seeds is '1-0'"),
+        ("devices = 3", "device = 3", "unknown setting 'device'"),
+        ("devices = 3", "devices = 0", "devices is 0"),
+        ("local_epochs = 1", "local_epoch = 1", "method.local_epoch: none of"),
+        ("local_epochs = 1", "local_epochs = -1", "local_epochs"),
+        ('method = "fedavg"', 'method = "gossip"', "unknown method 'gossip'"),
+        ("[methods.fedprox]", "[methods.gossip]", "unknown method 'gossip'"),
+        ("settings = { mu = 0.5 }", "settings = { nu = 0.5 }", "nu"),
+        ("settings = { mu = 0.5 }", "setting = { mu = 0.5 }", "methods.fedprox.setting"),
+        ('"accuracy", "rounds', '"acuracy", "rounds', "unknown metric 'acuracy'"),
+        ("target = {", "nothing = {", "nothing"),
+        ('target = { metric = "global", level = 0.5 }', "", "rounds_to_target needs a [target]"),
+        ('order = ["fedprox"', 'order = ["FedProx"', "unknown label of a method 'FedProx'"),
+        ('order = ["fedprox", "FedAvg"]', 'order = ["fedprox"]', "claims.0.order"),
+        ("printed.accuracy.FedAvg", "printed.accuracy.FedAvgM", "unknown label of a method 'FedAvgM'"),
+        ("printed.accuracy", "printed.acuracy", "unknown metric 'acuracy'"),
+        ('"alpha 0.1, all" = 61.5', '"alpha 0.2, all" = 61.5', "unknown grid point 'alpha 0.2, all'"),
+        ('"method.batch_size"', '"method.batch"', "method.batch: none of"),
+        ('"simulation.devices_per_round" = 3', '"simulation.devices_per_round" = 7', "devices_per_round is 7"),
+        ("alpha = [0.1, 1.0]", "alpha = 0.1", "grid.alpha"),
+        ('title = "Three methods"', "title = ", "three.toml"),
+    ],
+)
+def test_what_cannot_run_is_refused(old: str, new: str, sentence: str, tmp_path: Path) -> None:
+    assert old in TEXT
+    with pytest.raises(ConfigurationError) as caught:
+        read_experiment(write(tmp_path, TEXT.replace(old, new, 1))).cells()
+    assert sentence in str(caught.value)
+
+
+def test_unknown_names_list_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"unknown scale 'large'.*paper, small"):
+        read_experiment(write(tmp_path), "large")
+    with pytest.raises(ConfigurationError, match=r"unknown experiment 'no'.*feddkc"):
+        find_experiment("no")
+    with pytest.raises(ConfigurationError, match="there is no file"):
+        read_experiment(find_experiment(str(tmp_path / "no.toml")))
+
+
+@pytest.mark.parametrize("scale", ["paper", "small"])
+@pytest.mark.parametrize("name", packaged())
+def test_experiment_of_the_package_is_valid(name: str, scale: str) -> None:
+    experiment = read_experiment(find_experiment(name), scale)
+    assert experiment.source
+    assert len(experiment.seeds) >= 3, "fewer seeds decide nothing"
+    assert experiment.cells()

@@ -1,0 +1,344 @@
+"""Experiments that run: results, repetition, kills, failures and the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pandas
+import pytest
+from typer.testing import CliRunner
+
+from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.state.file_lock import lock_file
+from fleetdistill_lab.experiments.changes import changed_definition, changed_results, changed_versions
+from fleetdistill_lab.experiments.definition import Experiment, MethodEntry
+from fleetdistill_lab.experiments.metrics import Target
+from fleetdistill_lab.experiments.results import open_results
+from fleetdistill_lab.experiments.runner import Progress, run_experiment
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.options import merge_settings, read_settings
+from fleetdistill_lab.simulation.spec.settings import Simulation
+from fleetdistill_server.cli.app import app
+
+TINY = {"devices": 2, "rounds": 2, "train_limit": 60, "test_limit": 40, "score": "devices"}
+
+
+def experiment(**changes) -> Experiment:
+    methods = {
+        "FedAvg": MethodEntry(method="fedavg"),
+        "FedProx": MethodEntry(method="fedprox"),
+        "the same": MethodEntry(method="fedavg", settings={"batch_size": 32}),
+    }
+    known = {
+        "name": "tiny",
+        "title": "Tiny",
+        "seeds": [0, 1],
+        "methods": methods,
+        "sections": {"simulation": TINY},
+        "metrics": ["accuracy", "rounds_to_target"],
+        "target": Target(metric="global", level=0.0),
+    }
+    return Experiment(**{**known, **changes})
+
+
+def figures(folder: Path) -> dict[str, object]:
+    """Returns everything in the results that must not depend on how a run came to its end."""
+    with open_results(folder) as results:
+        metrics = results.table("metrics").sort_values(["run", "metric", "label"])
+        rounds = results.table("rounds").drop(columns=["seconds"]).sort_values(["run", "label", "round"])
+    return {
+        "metrics": metrics[metrics["metric"] != "seconds"].to_csv(index=False),
+        "rounds": rounds.to_csv(index=False),
+    }
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Progress]]:
+    """An experiment that ran undisturbed with two workers, and its progress."""
+    folder, seen = tmp_path_factory.mktemp("experiment"), list[Progress]()
+    run_experiment(experiment(), folder, workers=2, on_progress=seen.append)
+    return folder, seen
+
+
+def test_every_cell_has_results_and_equal_ones_share_a_run(done) -> None:
+    folder, _ = done
+    with open_results(folder) as results:
+        cells, runs = results.cells(), results.runs()
+        assert len(cells) == 6
+        assert len(runs) == 4
+        assert {run.status for run in runs.values()} == {"finished"}
+        values = results.values("accuracy")[""]
+        assert values["FedAvg"] == values["the same"]
+        assert results.values("rounds_to_target")[""]["FedProx"] == {0: 1.0, 1: 1.0}
+        assert [row.model for row in results.models("")][:2] == ["devices", "global"]
+
+
+def test_results_are_those_of_the_reports(done) -> None:
+    folder, _ = done
+    with open_results(folder) as results:
+        run = results.cells()[0].run
+        devices, partitions = results.table("devices"), results.table("partitions")
+        rounds, traffic = results.table("rounds"), results.table("traffic")
+    report = json.loads((folder / "runs" / run / "report.json").read_text())
+    own = devices[(devices["run"] == run) & (devices["label"] == "FedAvg")]
+    assert own["accuracy"].tolist() == [device["accuracy_fleet"] for device in report["devices"]]
+    counts = partitions[(partitions["run"] == run) & (partitions["label"] == "FedAvg")]["samples"]
+    assert counts.tolist() == [count for device in report["devices"] for count in device["samples_by_class"]]
+    of_run = rounds[(rounds["run"] == run) & (rounds["label"] == "FedAvg")]
+    assert of_run["global"].tolist() == report["global_accuracy_by_round"]
+    assert of_run["bytes_up"].tolist() == [sent["up"] for sent in report["bytes_by_round"]]
+    assert of_run["seconds"].is_monotonic_increasing
+    sent = traffic[(traffic["run"] == run) & (traffic["label"] == "FedAvg") & (traffic["direction"] == "up")]
+    assert sent["bytes"].sum() == pytest.approx(2 * of_run["bytes_up"].sum())
+
+
+def test_progress_counts_runs_and_estimates_the_time_left(done) -> None:
+    _, seen = done
+    ended = [one for one in seen if one.cell is not None]
+    assert [(one.finished, one.total, one.failed) for one in ended] == [(1, 4, 0), (2, 4, 0), (3, 4, 0), (4, 4, 0)]
+    assert ended[-1].seconds_left == 0.0
+    assert all(one.seconds_left is not None and one.seconds_left >= 0 for one in ended[:-1])
+
+
+def test_finished_runs_are_not_repeated(done) -> None:
+    folder, _ = done
+    before, seen = figures(folder), list[Progress]()
+    run_experiment(experiment(seeds=[0]), folder, on_progress=seen.append)
+    assert seen == []
+    run_experiment(experiment(), folder, on_progress=seen.append)
+    assert (seen, figures(folder)) == ([], before)
+
+
+def test_changed_target_needs_no_new_run(done) -> None:
+    folder, _ = done
+    seen = list[Progress]()
+    try:
+        changed = experiment(target=Target(metric="global", level=2.0))
+        run_experiment(changed, folder, on_progress=seen.append)
+        with open_results(folder) as results:
+            assert results.values("rounds_to_target")[""]["FedAvg"] == {}, "no accuracy reaches 2"
+    finally:
+        run_experiment(experiment(), folder, on_progress=seen.append)
+    assert seen == []
+
+
+def test_parquet_files_equal_the_database(done) -> None:
+    folder, _ = done
+    with sqlite3.connect(folder / "results.sqlite") as database:
+        names = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        assert {file.stem for file in (folder / "parquet").iterdir()} == set(names)
+        for name in names:
+            stored = pandas.read_sql_query(f"SELECT * FROM {name}", database)
+            pandas.testing.assert_frame_equal(pandas.read_parquet(folder / "parquet" / f"{name}.parquet"), stored)
+
+
+def test_run_can_be_repeated_by_simulate(done, tmp_path: Path) -> None:
+    folder, _ = done
+    with open_results(folder) as results:
+        cell = results.cells()[1]
+        accuracy = results.values("accuracy")[""][cell.label][cell.seed]
+    sections = read_settings(folder / "runs" / cell.run / "simulation.toml", ())
+    assert simulate(merge_settings(Simulation(out=tmp_path), sections)).mean_accuracy_fleet == accuracy
+
+
+def test_killed_experiment_continues_to_the_same_results(done, tmp_path: Path) -> None:
+    """The runner is killed in the second run; its process ends, and the next call takes up what is there."""
+    folder, _ = done
+    code = (
+        "import sys; from pathlib import Path; from experiments.test_runner import experiment; "
+        "from fleetdistill_lab.experiments.runner import run_experiment; "
+        "run_experiment(experiment(), Path(sys.argv[1]), on_progress=lambda done: print(done.finished, flush=True))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert any(line.strip() == "1" for line in process.stdout)
+        process.kill()
+    with open_results(tmp_path) as results:
+        assert 1 <= len(results.finished()) < 4
+    until = time.monotonic() + 60
+    while (lock := lock_file(tmp_path / "lock")) is None:  # the killed runner's process still ends
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    lock.close()
+    run_experiment(experiment(), tmp_path)
+    assert figures(tmp_path) == figures(folder)
+
+
+def test_ctrl_c_ends_with_a_sentence_and_continues(tmp_path: Path) -> None:
+    start = "from fleetdistill_server.start import main; main()"
+    command = [sys.executable, "-c", start, "compare", "--method", "fedavg", "--seeds", "0-3"]
+    small = [word for name, value in TINY.items() for word in ("--set", f"simulation.{name}={value}")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [*command, *small, "--out", str(tmp_path)], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stderr is not None
+        assert any("1 of 4" in line for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+        assert (process.wait(), "the same command continues the comparison" in said) == (130, True)
+    with open_results(tmp_path) as results:
+        assert 1 <= len(results.finished()) < 4
+        assert {run.status for run in results.runs().values()} == {"finished"}
+
+
+def test_failed_run_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its data set is missing; the other run is not concerned."""
+    monkeypatch.delenv("FLEETDISTILL_DATA", raising=False)
+    (tmp_path / "data").mkdir()
+    bad = MethodEntry(method="fedavg", simulation={"dataset": "femnist-digits", "data_dir": str(tmp_path / "data")})
+    two = experiment(seeds=[0], methods={"good": MethodEntry(method="fedavg"), "bad": bad})
+    for _ in range(2):
+        seen = list[Progress]()
+        run_experiment(two, tmp_path / "out", on_progress=seen.append)
+        assert [(one.cell.label, one.failed) for one in seen if one.cell is not None and one.error] == [("bad", 1)]
+    with open_results(tmp_path / "out") as results:
+        by_status = {run.status: run for run in results.runs().values()}
+    assert by_status.keys() == {"finished", "failed"}
+    assert "femnist-digits" in by_status["failed"].error
+
+
+def test_two_calls_do_not_run_in_one_folder(done) -> None:
+    folder, _ = done
+    code = (
+        "import sys, time; from pathlib import Path; from fleetdistill.state.file_lock import lock_file; "
+        "lock = lock_file(Path(sys.argv[1]) / 'lock'); print('locked', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(folder)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "locked"
+        with pytest.raises(DataError, match="the experiment is running in"):
+            run_experiment(experiment(), folder)
+        process.communicate("")
+
+
+def test_results_of_another_schema_version_are_refused(tmp_path: Path) -> None:
+    run_experiment(experiment(seeds=[0], methods={"x": MethodEntry(method="no_transfer")}), tmp_path)
+    with sqlite3.connect(tmp_path / "results.sqlite") as database:
+        database.execute("UPDATE experiment SET schema_version = 2")
+    with pytest.raises(ConfigurationError, match="has schema version 2, this fleetdistill reads 1"):
+        run_experiment(experiment(), tmp_path)
+
+
+def test_damaged_results_and_no_workers_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "results.sqlite").write_text("not a database" * 100)
+    with pytest.raises(DataError, match=r"results\.sqlite"):
+        run_experiment(experiment(), tmp_path)
+    with pytest.raises(ConfigurationError, match="workers is 0"):
+        run_experiment(experiment(), tmp_path / "other", workers=0)
+    with pytest.raises(ConfigurationError, match=r"has no results\.sqlite"), open_results(tmp_path / "other"):
+        pass
+
+
+FILE = """
+title = "Tiny <grid>"
+source = "A paper"
+note = "Smaller."
+seeds = [0, 1]
+metrics = ["accuracy", "own_accuracy", "bytes"]
+reference = "FedAvg"
+simulation = { devices = 2, rounds = 2, train_limit = 60, test_limit = 40, score = "devices" }
+grid = { alpha = [0.5] }
+claims = [{ order = ["FedProx", "FedAvg"], text = "FedProx is better" }]
+printed = { accuracy = { FedProx = { "alpha 0.5" = 61.5 } } }
+
+[methods.FedAvg]
+method = "fedavg"
+
+[methods.FedProx]
+method = "fedprox"
+"""
+
+
+class _References(HTMLParser):
+    """Collects what a page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded = list[str]()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        known = dict(attrs)
+        self.loaded += [known[name] or "" for name in ("src", "href", "xlink:href") if name in known]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def call(*words: str):
+    return CliRunner().invoke(app, ["experiment", *words])
+
+
+@pytest.mark.pictures
+def test_page_stands_alone_and_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(FILE)
+    out = tmp_path / "out"
+    said = call("run", str(tmp_path / "tiny.toml"), "--out", str(out), "--workers", "2")
+    assert said.exit_code == 0, said.output
+    assert "(source: 61.5)" in said.stdout
+    report = out / "report"
+    page = _References()
+    page.feed((report / "index.html").read_text())
+    assert all(reference.startswith(("#", "data:")) for reference in page.loaded), "everything is in the page"
+    for text in (
+        "Tiny <grid>",
+        "A control is missing: training alone.",
+        "Only 2 seeds",
+        "FedProx > FedAvg",
+        "4 finished",
+    ):
+        assert text in page.text, text
+    tables = {file.name for file in (report / "tables").iterdir()}
+    assert {"metric-accuracy.csv", "metric-accuracy.tex", "claim-1.csv", "models-alpha-0-5.tex"} <= tables
+    drawn = {file.name for file in (report / "figures").iterdir()}
+    names = ("curve-global", "curve-accuracy", "devices-own_accuracy", "partitions", "models-alpha-0-5")
+    assert {f"{name}.{suffix}" for name in names for suffix in ("pdf", "svg")} <= drawn
+    again = call("report", str(tmp_path / "tiny.toml"), "--out", str(out))
+    assert again.exit_code == 0
+    assert re.search(r"FedProx +\d", again.stdout)
+
+
+def test_compare_says_what_changed(done, tmp_path: Path) -> None:
+    folder, _ = done
+    methods = {
+        "FedAvg": MethodEntry(method="fedavg", settings={"local_epochs": 1}),
+        "alone": MethodEntry(method="no_transfer"),
+    }
+    run_experiment(experiment(methods=methods), tmp_path)
+    with open_results(folder) as first, open_results(tmp_path) as second:
+        assert changed_results(first, first, []) == []
+        changes = {change.metric: change for change in changed_results(first, second, ["accuracy", "exchanges"])}
+        assert changed_definition(first, second) == [
+            "method FedProx is only in the first",
+            "method the same is only in the first",
+            "method alone is only in the second",
+            "FedAvg: method.local_epochs was the default, is 1",
+        ]
+        assert changed_versions(first, second) == []
+        old, new = (one.values("accuracy")[""]["FedAvg"] for one in (first, second))
+    assert changes.keys() == {"accuracy"}, "the number of exchanges is the same"
+    change = changes["accuracy"]
+    assert [change.before, change.after] == pytest.approx([sum(of.values()) / 2 for of in (old, new)])
+    assert (change.seeds, change.same_settings) == (2, False)
+    said = call("compare", str(folder), str(tmp_path))
+    assert said.exit_code == 0
+    assert "FedAvg: method.local_epochs was the default, is 1" in said.stdout
+    machine = json.loads(call("compare", str(folder), str(tmp_path), "--metric", "accuracy", "--json").stdout)
+    assert [change["metric"] for change in machine["metrics"]] == ["accuracy"]
+    assert "unknown metric" in call("compare", str(folder), str(tmp_path), "--metric", "no").stderr

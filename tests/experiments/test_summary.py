@@ -1,0 +1,198 @@
+"""Summaries of an experiment over seeds, worked out by hand."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from fleetdistill_lab.experiments.definition import Claim
+from fleetdistill_lab.experiments.figures import draw_lines, save_figure
+from fleetdistill_lab.experiments.results import ModelRow
+from fleetdistill_lab.experiments.summary import check_claim, holm, lines_of, paired_p, summarize
+from fleetdistill_lab.experiments.tables import (
+    claim_table,
+    model_table,
+    rich_table,
+    save_csv,
+    save_latex,
+    short_table,
+    summary_table,
+)
+
+
+def row(label: str, model: str, seed: int, accuracy: float | None, nbytes: float = 1000.0) -> ModelRow:
+    return ModelRow(label, seed, model, accuracy, accuracy, nbytes, 2.0 if nbytes else 0.0)
+
+
+ROWS = [
+    row("a", "devices", 0, 0.5),
+    row("b", "devices", 0, 0.6, 3000.0),
+    row("b", "global", 0, 0.4, 3000.0),
+    row("a", "devices", 1, 0.7),
+    row("b", "devices", 1, 0.9, 5000.0),
+    row("b", "global", 1, None, 5000.0),
+]
+VALUES = {
+    "alpha 0.1": {"a": {0: 0.5, 1: 0.7, 2: 0.6}, "b": {0: 0.6, 1: 0.9, 2: 0.9}, "c": {0: 0.4}},
+    "alpha 1": {"a": {0: 0.5, 1: 0.7, 2: 0.6}, "b": {0: 0.5, 1: 0.7, 2: 0.6}, "c": {}},
+}
+FINISHED = {(point, label): 3 for point in VALUES for label in ("a", "b")} | {
+    ("alpha 0.1", "c"): 3,
+    ("alpha 1", "c"): 3,
+}
+
+
+def text_of(table) -> str:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(rich_table(table))
+    return console.export_text()
+
+
+def test_lines_have_means_spreads_and_paired_differences() -> None:
+    first, second, third = lines_of(ROWS)
+    assert (first.name, first.method, first.seeds) == ("a", "a", 2)
+    assert (first.difference, first.p) == (None, None)
+    assert first.accuracy == pytest.approx(0.6)
+    assert first.accuracy_spread == pytest.approx(statistics.stdev([0.5, 0.7]))
+    assert (second.name, second.bytes, second.exchanges) == ("b devices", 4000.0, 2.0)
+    assert second.accuracy == pytest.approx(0.75)
+    assert second.difference == pytest.approx(0.15), "of 0.1 and 0.2"
+    assert second.difference_spread == pytest.approx(0.005**0.5)
+    assert (third.name, third.accuracy, third.accuracy_spread) == ("b global", 0.4, None)
+    assert third.difference == pytest.approx(-0.1)
+    assert third.p is None, "one pair"
+
+
+def test_p_value_of_a_paired_t_test() -> None:
+    """1, 2 and 3 have t = 2 sqrt(3); with two degrees of freedom p = 1 - t / sqrt(t^2 + 2)."""
+    differences = [0.01, 0.02, 0.03]
+    t = 2 * 3**0.5
+    assert paired_p(differences) == pytest.approx(1 - t / (t**2 + 2) ** 0.5)
+
+
+@pytest.mark.parametrize("differences", [[], [0.1], [0.2, 0.2, 0.2]])
+def test_too_few_or_equal_differences_have_no_p_value(differences: list[float]) -> None:
+    assert paired_p(differences) is None
+
+
+def test_holm_multiplies_by_the_number_of_remaining_tests() -> None:
+    assert holm([0.01, None, 0.04, 0.03]) == [pytest.approx(0.03), None, pytest.approx(0.06), pytest.approx(0.06)]
+    assert holm([0.6, 0.5]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1)))
+def test_adjusted_values_are_no_smaller_and_keep_their_order(values: list[float]) -> None:
+    adjusted = holm(values)
+    assert all(new is not None and old <= new <= 1 for old, new in zip(values, adjusted, strict=True))
+    order = sorted(range(len(values)), key=values.__getitem__)
+    assert [adjusted[at] for at in order] == sorted(adjusted)  # type: ignore[type-var]
+
+
+def test_summary_pairs_seeds_and_corrects_for_all_points() -> None:
+    """Leads of b are 0.1, 0.2 and 0.3: t = 2 sqrt(3). It is the only test, since all others have no spread or pairs."""
+    found = {(one.point, one.label): one for one in summarize(VALUES, "a", FINISHED)}
+    lead = found["alpha 0.1", "b"]
+    assert lead.mean == pytest.approx(0.8)
+    assert lead.difference == pytest.approx(0.2)
+    assert lead.difference_spread == pytest.approx(0.1)
+    assert lead.p == pytest.approx(0.0741799)
+    same = found["alpha 1", "b"]
+    assert (same.difference, same.difference_spread, same.p) == (0.0, 0.0, None)
+    assert found["alpha 0.1", "a"].difference is None
+
+
+def test_mean_without_all_seeds_does_not_exist() -> None:
+    """The seeds that reached a target say nothing of those that did not."""
+    found = {(one.point, one.label): one for one in summarize(VALUES, "a", FINISHED)}
+    some, none = found["alpha 0.1", "c"], found["alpha 1", "c"]
+    assert (some.seeds, some.missing, some.mean) == (1, 2, None)
+    assert (none.seeds, none.missing, none.mean) == (0, 3, None)
+    text = text_of(short_table("accuracy", list(found.values()), {}))
+    assert "never (2 of 3)" in text
+
+
+def test_summary_table_marks_the_best_mean_and_the_source() -> None:
+    found = summarize(VALUES, "a", FINISHED)
+    table = summary_table("accuracy", found, "a", {"b": {"alpha 1": 61.5}})
+    assert list(table.header) == ["", *["alpha 0.1", "from a", "p", "in the source"], "alpha 1", *table.header[6:]]
+    assert table.rows[1][:4] == ["b", "80.0 ± 17.3", "+20.0 ± 10.0", "0.074"]
+    assert table.rows[1][8] == "61.5"
+    assert (1, 1) in table.strong
+
+
+def test_smaller_is_better_for_bytes(tmp_path: Path) -> None:
+    values = {"": {"a": {0: 2000.0, 1: 2000.0}, "b": {0: 1000.0, 1: 1000.0}}}
+    table = summary_table("bytes", summarize(values, "a", {("", "a"): 2, ("", "b"): 2}), "a", {})
+    assert table.strong == {(1, 1)}
+    assert table.rows == [["a", "2.0 kB"], ["b", "1.0 kB"]]
+
+
+def test_claims_are_checked_pair_by_pair() -> None:
+    """At alpha 0.1 b leads a by 0.1, 0.2, 0.3, and at alpha 1 by nothing; c has one seed in common with a."""
+    claim = Claim(order=["b", "a", "c"], metric="accuracy", at=["alpha 0.1"])
+    first, second = check_claim(claim, "accuracy", VALUES)
+    assert (first.pairs, first.wins) == (3, 3)
+    assert first.difference == pytest.approx(0.2)
+    assert first.verdict == "not decided", "p is 0.074"
+    assert (second.pairs, second.wins, second.p, second.verdict) == (1, 1, None, "not decided")
+    everywhere, _ = check_claim(claim.model_copy(update={"at": []}), "accuracy", VALUES)
+    assert (everywhere.pairs, everywhere.wins) == (6, 3)
+    assert everywhere.difference == pytest.approx(0.1)
+    assert "b > a" in text_of(claim_table("text", "accuracy", [first]))
+
+
+@pytest.mark.parametrize(("metric", "verdict"), [("accuracy", "holds"), ("rounds_to_target", "does not hold")])
+def test_verdict_follows_the_direction_of_the_metric(metric: str, verdict: str) -> None:
+    """Leads of 10, 11 and 12: t is 11 sqrt(3), p is 0.0027."""
+    values = {"": {"a": {0: 20.0, 1: 22.0, 2: 24.0}, "b": {0: 10.0, 1: 11.0, 2: 12.0}}}
+    (pair,) = check_claim(Claim(order=["a", "b"]), metric, values)
+    assert pair.verdict == verdict
+    assert pair.p == pytest.approx(0.0027, abs=5e-5)
+
+
+def test_table_shows_percent_and_points() -> None:
+    text = text_of(model_table(lines_of(ROWS), "title"))
+    assert "60.0 ± 14.1" in text
+    assert "+15.0 ± 7.1" in text
+    assert "from a" in text
+
+
+def test_model_without_scores_is_said_to_have_none() -> None:
+    assert "not scored" in text_of(model_table(lines_of([row("a", "devices", 0, None)]), "title"))
+
+
+def test_csv_has_full_precision(tmp_path: Path) -> None:
+    save_csv(ROWS, tmp_path / "x.csv")
+    with (tmp_path / "x.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(one["label"], one["seed"], one["model"]) for one in rows[:2]] == [
+        ("a", "0", "devices"),
+        ("b", "0", "devices"),
+    ]
+    assert float(rows[1]["accuracy"]) == 0.6
+    assert rows[-1]["accuracy"] == ""
+
+
+def test_latex_escapes_and_emphasizes(tmp_path: Path) -> None:
+    values = {"a_b & c": {"x%": {0: 0.5, 1: 0.7}, "y": {0: 0.4, 1: 0.4}}}
+    found = summarize(values, "x%", {("a_b & c", "x%"): 2, ("a_b & c", "y"): 2})
+    save_latex(summary_table("accuracy", found, "x%", {}), tmp_path / "x.tex", "tab:x")
+    text = (tmp_path / "x.tex").read_text()
+    assert r"x\% & \textbf{60.0 $\pm$ 14.1} &" in text
+    assert r"a\_b \& c" in text
+    assert r"\label{tab:x}" in text
+    assert r"\toprule" in text
+
+
+@pytest.mark.pictures
+def test_picture_of_methods_with_and_without_exchanges(tmp_path: Path) -> None:
+    figure = draw_lines(lines_of([*ROWS, row("c", "devices", 0, 0.3, 0.0)]), "title")
+    files = save_figure(figure, tmp_path, "x", ("png", "pdf", "svg"))
+    assert [file.read_bytes()[:4] for file in files] == [b"\x89PNG", b"%PDF", b"<?xm"]
