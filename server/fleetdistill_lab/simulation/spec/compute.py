@@ -7,10 +7,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fleetdistill.compute.base import Computed
 from fleetdistill.compute.torch_compute import TorchCompute
@@ -22,8 +25,20 @@ from fleetdistill.training.figures import Counts, place_of
 from fleetdistill.training.onnx_graphs import Graphs
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_lab.simulation.spec.arrays import load_arrays, split_slice
+from fleetdistill_lab.simulation.spec.score_log import OPTIMIZER_STEPS, STEP_NUMBER
 
 _MAX_SCORES = 64
+_taken: ContextVar[list[int] | None] = ContextVar("_taken", default=None)
+"""Steps of optimisers while an ask is answered, also in the thread that computes; None otherwise."""
+
+
+def _count_step(*_: Any) -> None:
+    taken = _taken.get()
+    if taken is not None:
+        taken[0] += 1
+
+
+register_optimizer_step_post_hook(_count_step)
 
 
 class Shared:
@@ -57,6 +72,8 @@ class Shared:
 class SimulatedCompute(TorchCompute):
     """A `TorchCompute` that scores models on the test set in some rounds only, and equal models once.
 
+    It counts the steps of all optimisers, whatever the method trains, and notes them in the answer.
+
     Args:
         contract: The run's contract.
         shared: What the devices of this process share.
@@ -84,11 +101,18 @@ class SimulatedCompute(TorchCompute):
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         self._round = ask.round
         began = time.perf_counter()
+        taken = [0]
+        outside = _taken.set(taken)
         try:
-            return super().answer(ask, parts, allow)
+            computed = super().answer(ask, parts, allow)
         finally:
+            _taken.reset(outside)
             self._shared.asks += 1
             self._shared.seconds += time.perf_counter() - began
+        if not taken[0]:
+            return computed
+        notes = {**computed.answer.notes, OPTIMIZER_STEPS: taken[0], STEP_NUMBER: ask.step_number}
+        return replace(computed, answer=replace(computed.answer, notes=notes))
 
     def _score_received(self, ask: Ask) -> tuple[dict[str, Counts], nn.Module | None]:
         # A model that all devices receive is the global model, which the engine scores.

@@ -17,7 +17,7 @@ from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state.directory import Storage
 from fleetdistill_lab.simulation.spec.arrays import load_arrays, split_slice
-from fleetdistill_lab.simulation.spec.score_log import PRODUCT, append_scores
+from fleetdistill_lab.simulation.spec.score_log import OPTIMIZER_STEPS, PRODUCT, append_scores, append_steps
 
 if TYPE_CHECKING:
     from fleetdistill.compute.base import MakeCompute
@@ -74,6 +74,11 @@ class DeviceSpec:
         """Path of the simulation's score log, which its devices share."""
         return Path(self.state_dir).parent / "scores.jsonl"
 
+    @property
+    def steps_file(self) -> Path:
+        """Path of the log of the devices' optimiser steps, which they share."""
+        return Path(self.state_dir).parent / "steps.jsonl"
+
     def is_scored(self, number: int) -> bool:
         """Returns whether the device's models are scored after round `number`."""
         return self.score_every > 0 and (number % self.score_every == 0 or number >= self.last_round)
@@ -95,7 +100,7 @@ def make_device(
     compute: MakeCompute | None = None,
     clock: Clock | None = None,
 ) -> Device:
-    """Builds the SDK device of a spec, which logs its scores.
+    """Builds the SDK device of a spec, which logs its scores and the steps of its optimisers.
 
     Args:
         spec: The device.
@@ -106,6 +111,8 @@ def make_device(
     """
 
     def note(event: Event) -> None:
+        if OPTIMIZER_STEPS in event.values:
+            append_steps(spec.steps_file, spec.name, event.round, event.values)
         if event.kind != "scored":
             return
         split, _, variant = event.values["split"].partition("/")

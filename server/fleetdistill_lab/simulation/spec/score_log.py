@@ -1,4 +1,7 @@
-"""Reads and writes a simulation's score log: its devices' models on the test set, a line per device and round."""
+"""Reads and writes what simulated devices log: scores of their models on the test set, and their optimisers' steps.
+
+Each log has a line per device and round. Several processes may append to a file, because each line is one write.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,17 +26,21 @@ DELIVERED = "/delivered"
 """Variant of the models that devices have at the end, logged under their last training."""
 Scores = Mapping[str, Mapping[str, Mapping[int, Ints]]]
 """Confusion matrices `[C, C]` by variant, device and round. The general variant has an empty name."""
+OPTIMIZER_STEPS, STEP_NUMBER = "optimizer_steps", "step_number"
+"""Notes of a simulated device's answer: steps of its optimisers, and the number of the ask's step in the round."""
 
 
 def append_scores(file: Path, device: str, number: int, confusion: npt.ArrayLike, variant: str = "") -> None:
     """Appends a model's confusion matrix `[C, C]` on the test set after round `number`.
 
-    The line has only the cells that are not zero, at most one for each row of the test set. Several processes may
-    append to a file, because each line is one write.
+    The line has only the cells that are not zero, at most one for each row of the test set.
     """
     counts = np.asarray(confusion, np.int64)
     cells = [(int(true), int(predicted), int(counts[true, predicted])) for true, predicted in np.argwhere(counts)]
-    line = {"device": device, "variant": variant, "round": number, "classes": len(counts), "cells": cells}
+    _append(file, {"device": device, "variant": variant, "round": number, "classes": len(counts), "cells": cells})
+
+
+def _append(file: Path, line: Mapping[str, Any]) -> None:
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         os.write(descriptor, json.dumps(line).encode() + b"\n")
@@ -54,6 +62,24 @@ def _matrix(classes: int, cells: Sequence[Sequence[int]]) -> Ints:
     result = np.zeros((classes, classes), np.int64)
     for true, predicted, count in cells:
         result[true, predicted] = count
+    return result
+
+
+def append_steps(file: Path, device: str, number: int, notes: Mapping[str, int]) -> None:
+    """Appends the steps of a device's optimisers for an answer in round `number`; `notes` are those of the answer."""
+    _append(file, {"device": device, "round": number, **{name: notes[name] for name in (STEP_NUMBER, OPTIMIZER_STEPS)}})
+
+
+def read_steps(file: Path) -> dict[tuple[str, int], int]:
+    """Returns the steps of a log by device and round; of a repeated answer those of the last time."""
+    last: dict[tuple[str, int, int], int] = {}
+    if file.exists():
+        with file.open() as lines:
+            for row in map(json.loads, lines):
+                last[row["device"], row["round"], row[STEP_NUMBER]] = row[OPTIMIZER_STEPS]
+    result = defaultdict[tuple[str, int], int](int)
+    for (device, number, _), steps in last.items():
+        result[device, number] += steps
     return result
 
 
