@@ -23,6 +23,7 @@ import torch
 
 from fleetdistill_console.commands.methods import method_row
 from fleetdistill_lab import FleetReport, Simulation, simulate
+from fleetdistill_lab.simulation.report.metrics import rounds_to
 from fleetdistill_server.methods.traffic import KnowledgeType, Sizes
 
 LOCAL: dict[str, Any] = {
@@ -112,11 +113,6 @@ def goals(fedavg: FleetReport) -> Goals:
     return Goals(devices, global_model)
 
 
-def first_round(accuracy: Sequence[float | None], goal: float) -> int | None:
-    """Returns the number of the first round, from 1, whose accuracy is at least the goal; None if there is none."""
-    return next((number for number, one in enumerate(accuracy, 1) if one is not None and one >= goal), None)
-
-
 def spent(report: FleetReport, number: int, direction: str, columns: Columns) -> float:
     """Returns the bytes in one direction from the start of the run to the end of a round, mean over the devices."""
     rows = [item for item in report.traffic if item["direction"] == direction and item["round"] <= number]
@@ -125,7 +121,7 @@ def spent(report: FleetReport, number: int, direction: str, columns: Columns) ->
 
 def cell(reports: Sequence[FleetReport], name: str, wanted: Sequence[float]) -> str:
     """Formats the rounds and bytes that a model needs to reach each seed's goal."""
-    rounds = [first_round(accuracies(one)[name], goal) for one, goal in zip(reports, wanted, strict=True)]
+    rounds = [rounds_to(accuracies(one)[name], goal) for one, goal in zip(reports, wanted, strict=True)]
     reached = [(one, number) for one, number in zip(reports, rounds, strict=True) if number is not None]
     if not reached:
         return "never"

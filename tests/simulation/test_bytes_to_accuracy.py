@@ -53,13 +53,6 @@ def test_the_generator_fits_the_images(script: Any, fleet: str, size: int) -> No
     assert make_generator(config.for_classes(10), image, 10)(torch.zeros(2, config.noise_dim)).shape == (2, *image)
 
 
-@pytest.mark.parametrize(
-    ("accuracy", "first"), [([0.2, 0.5, 0.4], 2), ([None, None, 0.5], 3), ([0.2, 0.4], None), ([], None)]
-)
-def test_the_first_round_at_the_goal_counts(script: Any, accuracy: list[float | None], first: int | None) -> None:
-    assert script.first_round(accuracy, 0.5) == first
-
-
 def test_bytes_are_those_of_the_report(
     script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,19 +16,26 @@ import pytest
 from rich.console import Console
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.knowledge import DELIVER
 from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.report.comparison import (
     Candidate,
     ComparisonRow,
     Cost,
+    Spent,
     candidates,
     comparison_table,
     local_only,
+    spent_by_round,
+    spent_to,
 )
 from fleetdistill_lab.simulation.report.history import FleetHistory
+from fleetdistill_lab.simulation.report.metrics import Fairness
 from fleetdistill_lab.simulation.report.results import FleetReport
-from fleetdistill_lab.simulation.show import expected_lines, summary_line
+from fleetdistill_lab.simulation.show import expected_lines, scored_line, summary_line
 from fleetdistill_lab.simulation.spec.settings import Simulation
+from fleetdistill_server.store.records import Traffic, Upload
+from fleetdistill_server.store.states import UploadStatus
 
 ROOT = Path(__file__).parents[2]
 KNOWS_0 = np.array([[10, 0], [10, 0]])  # says 0 of everything: half of all, all of class 0
@@ -38,7 +47,19 @@ COST = Cost([{"up": 10.0, "down": 5.0}, {"up": 0.0, "down": 1.0}], exchanges=2.0
 def test_a_row_by_hand() -> None:
     """The first device has class 0 alone: .5 on all, 1 on own classes; the second both: .5 and .5."""
     row = Candidate("m", [[KNOWS_BOTH, KNOWS_0]] * 2, SAMPLES, COST).row()
-    assert row == ComparisonRow("m", accuracy=0.5, own_accuracy=0.75, bytes=16.0, exchanges=2.0)
+    assert replace(row, fairness=None, own_fairness=None) == ComparisonRow("m", 0.5, 0.75, 16.0, 2.0, devices=2)
+    assert row.fairness == Fairness(bins=[0, 0, 0, 0, 0, 2, 0, 0, 0, 0], std=0.0, worst=0.5, jain=1.0)
+    assert row.own_fairness == Fairness(bins=[0, 0, 0, 0, 0, 1, 0, 0, 0, 1], std=0.25, worst=0.5, jain=0.9)
+
+
+def test_a_row_says_over_how_many_devices_its_means_are() -> None:
+    """Of three devices one was not scored, and one never took part: its model is the initial one."""
+    samples = np.vstack([SAMPLES, [1, 1]])
+    took_part = [True, True, False]
+    row = Candidate("m", [[KNOWS_BOTH], [None], [KNOWS_0]], samples, COST, took_part=took_part).row()
+    assert (row.accuracy, row.devices, row.untrained) == (0.75, 2, 1)
+    assert row.fairness is not None
+    assert sum(row.fairness.bins) == 2
 
 
 def test_a_global_model_is_scored_on_every_devices_own_classes() -> None:
@@ -56,7 +77,49 @@ def test_a_curve_is_over_bytes_so_far_and_waits_for_an_answer() -> None:
 
 def test_training_alone_costs_nothing() -> None:
     row = local_only([[KNOWS_0], [KNOWS_BOTH]], SAMPLES).row()
-    assert row == ComparisonRow("alone", accuracy=0.75, own_accuracy=1.0, bytes=0.0, exchanges=0.0)
+    assert (row.name, row.accuracy, row.own_accuracy, row.bytes, row.exchanges) == ("alone", 0.75, 1.0, 0.0, 0.0)
+
+
+def oracle(rounds: int, first_exchanges: int, later: int) -> list[Spent]:
+    """One exchange in each of the first rounds, and `later` in each of the others."""
+    so_far = itertools.accumulate(1 if number <= first_exchanges else later for number in range(1, rounds + 1))
+    nothing = dict.fromkeys([field.name for field in fields(Spent)], 0)
+    return [Spent(**{**nothing, "exchanges": number}) for number in so_far]
+
+
+@pytest.mark.parametrize(("rounds", "without", "exchanges"), [(271, 0, 1084), (110, 30, 350)])
+def test_exchanges_to_a_target_are_those_of_feddkd(rounds: int, without: int, exchanges: int) -> None:
+    """1 + J exchanges a round with J = 3, as the paper prints them for CIFAR-10 and CIFAR-100."""
+    curve = [0.1] * (rounds - 1) + [0.9] + [0.2] * 5
+    result = spent_to(curve, oracle(rounds + 5, without, 4), 0.9)
+    assert result is not None
+    assert result.exchanges == exchanges
+    assert spent_to(curve, oracle(rounds + 5, without, 4), 0.91) is None
+
+
+def test_what_a_run_has_spent_by_hand() -> None:
+    """Round 2 is short and counts in round 3; `a` answers two asks of round 1 with tensors, `b` one of them."""
+    sent = [
+        *(Traffic(0, "a", "down", "", 1, 100, 5, 0), Traffic(1, "a", "up", "", 1, 10, 1, 0)),
+        *(Traffic(2, "b", "up", "", 1, 20, 2, 0), Traffic(3, "b", "up", "", 1, 40, 4, 0)),
+        *(Traffic(3, "a", "down", "", 1, 200, 6, 0), Traffic(4, "a", "down", "", 1, 400, 7, 0)),
+    ]
+    uploads = [
+        *(upload(1, "a", ask=1), upload(1, "b", ask=2), upload(1, "a", ask=3), upload(1, "b", ask=4, data_bytes=0)),
+        *(upload(2, "b", ask=5), upload(3, "a", ask=6), upload(3, "a", ask=7, step=DELIVER)),
+    ]
+    steps = {("a", 1): 10, ("b", 1): 20, ("b", 2): 7, ("a", 3): 3, ("c", 3): 100}
+    first, second = spent_by_round(sent, uploads, steps, [1, 3])
+    assert (first.exchanges, first.steps) == (1.5, 15)
+    assert (second.exchanges, second.steps) == (1.5 + 1 + 1, 15 + 7 + 3), "the answer of `c` was refused"
+    bytes_ = ("tensor_bytes_up", "tensor_bytes_down", "envelope_bytes_up", "envelope_bytes_down")
+    assert [getattr(first, name) for name in bytes_] == [10, 100, 1, 5]
+    assert [getattr(second, name) for name in bytes_] == [70, 300, 7, 11]
+
+
+def upload(number: int, device: str, ask: int, step: str = "train", data_bytes: int = 8) -> Upload:
+    row = (number, step, 1, device, f"{ask}", ask, 1, b"", data_bytes, 1, 0.0, UploadStatus.USED, "", None)
+    return Upload(*row)
 
 
 @pytest.mark.parametrize(
@@ -89,10 +152,8 @@ def test_global_model_on_every_device_is_no_row_of_its_own() -> None:
 
 
 def test_the_table_fits_a_terminal_and_says_what_is_not_scored() -> None:
-    rows = [ComparisonRow("class statistics personal", None, 0.5, 12_345_678.0, 31.0), ComparisonRow("a", 1, 1, 0, 0)]
-    console = Console(width=100, file=io.StringIO())
-    console.print(comparison_table(rows))
-    said = console.file.getvalue()  # type: ignore[attr-defined]
+    said = printed([row("class statistics personal", None, 0.5, 12_345_678.0, 31.0), row("a", 1, 1, 0, 0)])
+    assert "devices" not in said.splitlines()[1]
     assert "class statistics personal" in said
     assert "not scored" in said
     assert "12.35 MB" in said
@@ -100,7 +161,68 @@ def test_the_table_fits_a_terminal_and_says_what_is_not_scored() -> None:
     assert max(len(line.rstrip()) for line in said.splitlines()) < 100
 
 
+def test_the_table_says_over_how_many_devices_means_are() -> None:
+    said = printed([row("FedAvg devices", 0.7, 0.8, 1e6, 10, devices=31, untrained=4), row("a", 1, 1, 0, 0)])
+    assert "of 100 devices" in said
+    assert "31 (4 untrained)" in said
+
+
+def row(*given: Any, devices: int = 100, untrained: int = 0) -> ComparisonRow:
+    return replace(ComparisonRow(*given), devices=devices, untrained=untrained)
+
+
+def printed(rows: list[ComparisonRow]) -> str:
+    console = Console(width=100, file=io.StringIO())
+    console.print(comparison_table(rows, 100))
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
 # --- a report
+
+
+@pytest.mark.parametrize("score", ["sampled", "devices"])
+def test_devices_without_a_part_are_told_from_the_others(score: Any, tmp_path: Path) -> None:
+    """Of six devices two train. The global model is every device's, so that all six count in the control."""
+    wanted: dict[str, Any] = {"devices_per_round": 1, "min_devices": 1, "train_limit": 120, "test_limit": 20}
+    wanted |= {"devices": 6, "rounds": 2, "models": ("digits_linear",), "seed": 1}
+    report = simulate(Simulation(method="fedavg", score=score, out=tmp_path, **wanted))
+    alone, devices, whole = report.comparison
+    assert (alone.devices, alone.untrained) == (6, 4)
+    assert (devices.devices, devices.untrained) == ((6, 4) if score == "devices" else (2, 0))
+    assert (whole.devices, whole.untrained) == (6, 0)
+    for row in report.comparison:
+        assert row.fairness is not None
+        assert sum(row.fairness.bins) == row.devices
+    assert "train alone, 4 of which never took part and have their initial models" in summary_line(report)
+    assert ("the models of all devices" in scored_line(report)) == (score == "devices")
+
+
+def test_steps_and_exchanges_of_a_real_run(tmp_path: Path) -> None:
+    """FedDKD with J = 2: 1 + 2 exchanges a round; 60 rows in batches of 8 are 8 steps an epoch, of 40 rows 5."""
+    settings = {"dkd_steps": 2, "local_epochs": 2, "batch_size": 8}
+    shared: dict[str, Any] = {"devices": 2, "rounds": 2, "test_limit": 20, "train_limit": 100, "out": tmp_path}
+    report = simulate(Simulation(method="feddkd", settings=settings, with_alone=False, with_fedavg=False, **shared))
+    rows = [device.samples for device in report.devices]
+    a_round = 2 * sum(-(-count // 8) for count in rows) / 2
+    for curve in report.curves:
+        assert [item.exchanges for item in curve.spent] == [3, 6]
+        assert [item.steps for item in curve.spent] == [a_round, 2 * a_round]
+    last = report.curves[0].spent[-1]
+    for direction in ("up", "down"):
+        for part in ("tensor_bytes", "envelope_bytes"):
+            total = sum(item[part] for item in report.traffic if item["direction"] == direction)
+            assert getattr(last, f"{part}_{direction}") == total
+    assert report.summaries["c_spec"].final == report.figures_by_round[-1]["c_spec"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_all_trainings_of_an_answer_count(workers: int, tmp_path: Path) -> None:
+    """FedRep trains the head for two epochs and then the base for one, each with its own optimiser."""
+    settings = {"local_epochs": 3, "base_epochs": 1, "batch_size": 100}
+    shared: dict[str, Any] = {"devices": 2, "rounds": 2, "test_limit": 20, "train_limit": 100, "out": tmp_path}
+    shared |= {"with_alone": False, "with_fedavg": False, "workers": workers, "score": "none"}
+    (curve,) = simulate(Simulation(method="fedrep", settings=settings, **shared)).curves
+    assert [item.steps for item in curve.spent] == [3, 6]
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,7 @@ def test_elsewhere_all_columns_and_whole_sentences_are_printed(
     monkeypatch.setenv("COLUMNS", "80")
     lines = printed(report, capsys)
     assert any("params" in line and "ONNX" in line for line in lines)
+    assert "Partition of the data: dirichlet_by_class, alpha 0.5, seed 0" in lines
     assert any(re.search(r" s; the fleet is .* uploads acknowledged, \d+ used$", line) for line in lines)
 
 

@@ -19,8 +19,8 @@ from fleetdistill_lab.simulation.fleet import Interrupted, simulate
 from fleetdistill_lab.simulation.folder import IfThere
 from fleetdistill_lab.simulation.not_begun import not_begun
 from fleetdistill_lab.simulation.progress import Progress as Done
-from fleetdistill_lab.simulation.report.comparison import NAMES, comparison_table
-from fleetdistill_lab.simulation.report.report import json_lines, privacy_lines
+from fleetdistill_lab.simulation.report.comparison import ALONE, NAMES, comparison_table
+from fleetdistill_lab.simulation.report.report import describe_partition, json_lines, privacy_lines
 from fleetdistill_lab.simulation.report.results import FleetReport
 from fleetdistill_lab.simulation.report.simulated_time import time_lines
 from fleetdistill_lab.simulation.report.table import report_table
@@ -58,6 +58,7 @@ def show_run(report: FleetReport) -> None:
         Console(width=_PIPED_WIDTH).print(report_table(report))
     lines = (
         *privacy_lines(report),
+        f"Partition of the data: {describe_partition(report)}",
         summary_line(report),
         scored_line(report),
         *time_lines(report.simulated_time),
@@ -74,7 +75,7 @@ def show_comparison(report: FleetReport, out: Path) -> None:
     console = Console()
     if len(report.comparison) > 1:
         console.print()
-        console.print(comparison_table(report.comparison))
+        console.print(comparison_table(report.comparison, len(report.devices)))
     models = sum(bool(device.onnx_file) + len(device.onnx_answers) for device in report.devices)
     _print_line(console, f"{out}/: report.json, fleet.png, onnx/ ({models} models)")
 
@@ -114,7 +115,8 @@ def summary_line(report: FleetReport) -> str:
     scored = sum(device.accuracy_fleet is not None for device in report.devices)
     who = "the fleet is" if scored == len(report.devices) else f"the {scored} devices that were scored are"
     more = f" for {counted(report.control_rounds, 'round')}" if report.control_rounds != report.rounds else ""
-    text = f"{who} on average {abs(gain):.1f} points {word} than devices that train alone{more}"
+    untrained = _untrained(report, ALONE, ", {} of which never took part and have their initial models")
+    text = f"{who} on average {abs(gain):.1f} points {word} than devices that train alone{more}{untrained}"
     return f"{report.seconds:.0f} s; {text}; {uploads}"
 
 
@@ -128,7 +130,10 @@ def scored_line(report: FleetReport) -> str:
         parts.append(f"the global model {every if not rows else 'after each round'}, on {of_rows:,} test rows")
     if rows:
         some = f"{rows:,} of the {of_rows:,} test rows, drawn by class" if rows < of_rows else f"{of_rows:,} test rows"
-        parts.append(f"the models of a round's devices {every}, and of all that took part at the end, on {some}")
+        which = f"the models of a round's devices {every}, and of all that took part at the end"
+        if scored["models"] == "devices":
+            which = f"the models of all devices {every}, with initial ones before a device takes part"
+        parts.append(f"{which}, on {some}")
     return f"Scored (--score {scored['models']}): {'; '.join(parts) or 'no model'}"
 
 
@@ -161,11 +166,12 @@ def fedavg_lines(report: FleetReport) -> list[str]:
     if report.fedavg_model is None or report.fedavg_settings is None or report.method == "fedavg":
         return []
     how = "{optimizer} {learning_rate}, {local_epochs} local epochs".format_map(report.fedavg_settings)
+    untrained = _untrained(report, "FedAvg devices", "; {} never took part")
     return [
         f"FedAvg with {report.fedavg_model} on every device ({how}): global model "
         f"{_percent(report.mean_accuracy_fedavg_global)}, device models after local training "
         f"{_percent(report.mean_accuracy_fedavg_device)}, on own classes "
-        f"{_percent(report.mean_own_accuracy_fedavg_device)}"
+        f"{_percent(report.mean_own_accuracy_fedavg_device)}{untrained}"
     ]
 
 
@@ -176,6 +182,12 @@ def protection_lines(report: FleetReport) -> list[str]:
     kept = f"apps kept their model {report.models_kept} of {validated} times" if validated else ""
     text = "; ".join(item for item in (guards, kept) if item)
     return [text] if text else []
+
+
+def _untrained(report: FleetReport, name: str, text: str) -> str:
+    """Returns a text with the number of devices that never took part and count in a comparison's row; empty if 0."""
+    count = next((row.untrained for row in report.comparison if row.name == name), 0)
+    return text.format(count) if count else ""
 
 
 def _percent(rate: float | None) -> str:

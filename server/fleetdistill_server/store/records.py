@@ -11,7 +11,7 @@ from fleetdistill_server.figures import Figure
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.states import AskStatus, RoundStatus, RunStatus, UploadStatus
 
-__all__ = ["Ask", "Round", "Run", "Token", "Traffic"]
+__all__ = ["Ask", "Round", "Run", "Token", "Traffic", "Upload"]
 
 
 def read_declared(column: str | None) -> dict[str, Figure]:

@@ -18,8 +18,10 @@ from fleetdistill_lab.simulation.report.metrics import (
     f1_by_class,
     f1_macro,
     f1_weighted,
+    fairness_of,
     fleet_scores,
-    median_of_rounds,
+    rounds_to,
+    summarize,
 )
 
 
@@ -83,6 +85,12 @@ def test_metrics_count_absent_and_never_answered_classes() -> None:
     assert f1_macro(counts) == pytest.approx(0.4)
 
 
+def median(curve: list[float]) -> float:
+    box = summarize(curve).box
+    assert box is not None
+    return box.median
+
+
 # C-Gen and C-Spec as the paper prints them, the mean of both, and the C-Per that it prints
 PRINTED = {
     "Scaffold": (20.58, 98.60, 59.59, 59.59),
@@ -106,9 +114,9 @@ def test_cper_of_the_printed_medians(method: str) -> None:
 def test_cper_is_taken_per_round_and_then_the_median() -> None:
     generic, specific = [0.5, 0.6, 0.1, 0.9], [0.9, 0.2, 0.8, 0.7]
     per_round = [c_per(g, s) for g, s in zip(generic, specific, strict=True)]
-    late = median_of_rounds(per_round, 2, 4)
+    late, of_medians = median(per_round[1:]), c_per(median(generic[1:]), median(specific[1:]))
     assert late == pytest.approx(0.45)
-    assert late != c_per(median_of_rounds(generic, 2, 4), median_of_rounds(specific, 2, 4))
+    assert of_medians == pytest.approx((0.6 + 0.7) / 2), "what the printed C-Per of FedAvg is not"
 
 
 def test_device_without_test_rows_is_counted_but_not_in_means() -> None:
@@ -117,6 +125,80 @@ def test_device_without_test_rows_is_counted_but_not_in_means() -> None:
     result = fleet_scores(with_empty)
     assert result.c_spec == pytest.approx((0.9 + 0.8) / 2)
     assert result.empty_parts == 1
+
+
+# --- over devices
+
+
+def test_fairness_of_seven_devices() -> None:
+    result = fairness_of([0.55, 0.05, 0.61, 0.72, 0.79, 0.80, 1.0])
+    assert result is not None
+    assert result.bins == [1, 0, 0, 0, 0, 1, 1, 2, 1, 1]
+    assert result.std == pytest.approx(0.277996, abs=1e-6)
+    assert result.worst == 0.05, "one device, the worst tenth of seven rounded up to one"
+    assert result.jain == pytest.approx(0.843632, abs=1e-6)
+
+
+def test_the_worst_tenth_of_29_devices_is_two() -> None:
+    """0.00, 0.01, ... 0.28 have the mean 0.005 of the worst two."""
+    result = fairness_of([number / 100 for number in range(29)])
+    assert result is not None
+    assert result.worst == pytest.approx(0.005)
+    assert fairness_of([]) is None
+
+
+@pytest.mark.parametrize("tenths", range(11))
+def test_tenths_are_in_the_bin_that_they_begin(tenths: int) -> None:
+    for rate in (tenths / 10, 1 - (10 - tenths) / 10, tenths * 0.1):
+        result = fairness_of([min(rate, 1.0)])
+        assert result is not None
+        assert result.bins.index(1) == min(tenths, 9)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
+def test_fairness_is_best_for_equal_devices(rates: list[float]) -> None:
+    result, equal = fairness_of(rates), fairness_of([rates[0]] * len(rates))
+    assert result is not None
+    assert equal is not None
+    assert sum(result.bins) == len(rates)
+    assert 1 / len(rates) - 1e-9 <= result.jain <= 1 + 1e-9
+    assert min(rates) <= result.worst <= np.mean(rates) + 1e-9
+    assert (equal.std, equal.jain) == pytest.approx((0, 1), abs=1e-6)
+
+
+# --- over rounds
+
+
+@pytest.mark.parametrize(("target", "number"), [(0.60, 2), (0.5, 1), (0.63, 4), (0.64, None)])
+def test_the_first_hit_counts_though_the_curve_falls(target: float, number: int | None) -> None:
+    assert rounds_to([0.50, 0.61, 0.59, 0.63], target) == number
+
+
+def test_an_unknown_round_reaches_no_target() -> None:
+    assert rounds_to([None, None, 0.5], 0.0) == 3
+    assert rounds_to([], 0.0) is None
+
+
+def test_summary_has_final_best_and_late_rounds() -> None:
+    """Rounds 1 to 25 rise to .25 but for a peak in round 2; rounds 6 to 25 have the quartiles .1075, .155 and .2025."""
+    curve = [number / 100 for number in range(1, 26)]
+    curve[1] = 0.9
+    result = summarize(curve)
+    assert (result.final, result.best, result.best_round) == (0.25, 0.9, 2)
+    assert result.last_mean == pytest.approx(0.205)
+    assert result.box is not None
+    assert list(vars(result.box).values()) == pytest.approx([0.06, 0.1075, 0.155, 0.2025, 0.25])
+
+
+def test_summary_of_unscored_rounds_is_absent() -> None:
+    curve = [None, 0.9, *[0.5] * 10]
+    result = summarize(curve)
+    assert (result.best, result.best_round, result.last_mean, result.box) == (0.9, 2, 0.5, None)
+    assert summarize([*curve, None]).last_mean is None
+    assert set(vars(summarize([None, None])).values()) == {None}
+
+
+# --- laws
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=40))

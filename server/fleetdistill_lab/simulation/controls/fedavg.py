@@ -56,7 +56,7 @@ def run_fedavg(
     )
     try:
         plan = asdict(control.method_config())
-        return FedAvgControl(model, plan, read_history(store, run, specs), cost_of(store, run, len(specs)))
+        return FedAvgControl(model, plan, read_history(store, run, specs), cost_of(store, run, specs))
     finally:
         store.close()
 
@@ -78,7 +78,7 @@ def run_fedavg_control(wanted: Simulation, fleet: Fleet, on_progress: OnProgress
     if wanted.method == "fedavg":
         with open_store(fleet) as store:
             history = read_history(store, RUN, specs)
-            cost = cost_of(store, RUN, len(specs))
+            cost = cost_of(store, RUN, specs)
         return FedAvgControl(specs[0].model, asdict(plan), history, cost)
     if not wanted.with_fedavg:
         return None

@@ -1,21 +1,33 @@
-"""Compares a method with its controls: accuracy, bytes and exchanges, as table rows and as curves of a plot."""
+"""Compares a method with its controls: accuracy, bytes, exchanges and steps, as table rows and as curves of a plot."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleetdistill.knowledge import GENERAL
+from fleetdistill.knowledge import DELIVER, GENERAL
 from fleetdistill_lab.simulation.report.history import FleetHistory
-from fleetdistill_lab.simulation.report.metrics import Ints, accuracy, accuracy_or_none
+from fleetdistill_lab.simulation.report.metrics import (
+    CurveSummary,
+    Fairness,
+    Ints,
+    accuracy,
+    accuracy_or_none,
+    fairness_of,
+    rounds_to,
+    summarize,
+)
 from fleetdistill_lab.simulation.report.scores import in_class_mix
-from fleetdistill_server.store.records import Traffic
+from fleetdistill_lab.simulation.spec.device import DeviceSpec
+from fleetdistill_lab.simulation.spec.score_log import read_steps
+from fleetdistill_server.store.records import Traffic, Upload
 from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import readable_bytes
@@ -32,19 +44,49 @@ NAMES: Mapping[str, str] = {
 """Display names of methods, where they differ from the name in run.toml."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """What a run has cost from its start to the end of a round; what short rounds cost is included.
+
+    Exchanges and steps are means over the devices that answered in a round, summed over the rounds. Bytes are of all
+    devices, before compression; those of refused and lost answers count, and so do those of check-ins and deliveries.
+
+    Attributes:
+        exchanges: Answers that contain tensors, each of which replies to what the server sent.
+        steps: Steps of a device's optimisers. With one loss for each mini-batch, these are mini-batch steps.
+        tensor_bytes_up, tensor_bytes_down: Bytes of tensors from and to the devices.
+        envelope_bytes_up, envelope_bytes_down: Bytes of the headers around them.
+    """
+
+    exchanges: float
+    steps: float
+    tensor_bytes_up: int
+    tensor_bytes_down: int
+    envelope_bytes_up: int
+    envelope_bytes_down: int
+
+
+def spent_to(curve: Sequence[float | None], spent: Sequence[Spent], target: float) -> Spent | None:
+    """Returns what a run had cost when its curve first reached the target; None if it never does; see `rounds_to`."""
+    number = rounds_to(curve, target)
+    return None if number is None else spent[number - 1]
+
+
 @dataclass(frozen=True)
 class Cost:
-    """Communication cost of a run per device.
+    """Cost of a run per device.
 
     Attributes:
         bytes_by_round: For each completed round, bytes from (`up`) and to (`down`) a device; see
             `FleetReport.bytes_by_round`.
-        exchanges: Mean number of a device's answers that contain tensors, in the whole run; answers without tensors
-            only acknowledge a delivery.
+        exchanges: Mean number of a device's answers that contain tensors, in the whole run, over all devices; answers
+            without tensors only acknowledge a delivery.
+        spent: What the run has cost until the end of each completed round.
     """
 
     bytes_by_round: list[dict[str, float]]
     exchanges: float
+    spent: list[Spent] = field(default_factory=list)
 
     @property
     def bytes_so_far(self) -> list[float]:
@@ -67,6 +109,11 @@ class ComparisonRow:
         own_accuracy: Mean accuracy with classes weighted by each device's samples.
         bytes: Bytes from and to a device in the whole run.
         exchanges: Number of exchanges of knowledge with the server in the whole run; see `Cost`.
+        devices: Number of devices that the means are over, which are those that were scored.
+        untrained: Number of these devices that never took part, so that their models are those of before the run, or
+            what the method sends to such a device.
+        fairness, own_fairness: How evenly the accuracies are spread over the devices, on all classes and on own ones;
+            None if nothing was scored.
     """
 
     name: str
@@ -74,6 +121,10 @@ class ComparisonRow:
     own_accuracy: float | None
     bytes: float
     exchanges: float
+    devices: int = 0
+    untrained: int = 0
+    fairness: Fairness | None = None
+    own_fairness: Fairness | None = None
 
 
 @dataclass(frozen=True)
@@ -85,12 +136,16 @@ class Curve:
         bytes: Bytes from and to a device until the end of each completed round.
         accuracy: Mean accuracy over the devices after each completed round; None if unknown.
         devices: Each device's accuracy after the last round; empty for a global model.
+        spent: What the run has cost until the end of each completed round.
+        summary: Final and best accuracy, and the last rounds.
     """
 
     name: str
     bytes: list[float]
     accuracy: list[float | None]
     devices: list[float] = field(default_factory=list)
+    spent: list[Spent] = field(default_factory=list)
+    summary: CurveSummary = CurveSummary()  # noqa: RUF009  (frozen)
 
 
 @dataclass(frozen=True)
@@ -102,8 +157,9 @@ class Candidate:
         counts_kr: For each device, its model's confusion matrices `[C, C]` after each completed round; None before it
             had the variant. For a global model, a single entry.
         samples_jc: `[J, C]`, number of device j's training samples of each class.
-        cost: Communication cost of the run.
+        cost: Cost of the run.
         is_global: Whether this is one model for all devices.
+        took_part: Whether each device ever trained; empty if all did, or for a global model.
     """
 
     name: str
@@ -111,18 +167,26 @@ class Candidate:
     samples_jc: Ints
     cost: Cost
     is_global: bool = False
+    took_part: Sequence[bool] = ()
 
     def row(self) -> ComparisonRow:
         """Returns the row of the comparison table."""
         last = [item[-1] for item in self.counts_kr] * (len(self.samples_jc) if self.is_global else 1)
         scored = [(one, own) for one, own in zip(last, self.samples_jc, strict=True) if one is not None]
         own_parts = [in_class_mix(counts, own[None])[0] for counts, own in scored]
+        rates = [accuracy(counts) for counts, _ in scored]
+        own_rates = [accuracy(part) for part in own_parts if part.any()]
+        took_part = self.took_part or [True] * len(last)
         return ComparisonRow(
             name=self.name,
-            accuracy=_mean([accuracy(counts) for counts, _ in scored]),
-            own_accuracy=_mean([accuracy(part) for part in own_parts if part.any()]),
+            accuracy=_mean(rates),
+            own_accuracy=_mean(own_rates),
             bytes=self.cost.bytes,
             exchanges=self.cost.exchanges,
+            devices=len(scored),
+            untrained=sum(one is not None and not part for one, part in zip(last, took_part, strict=True)),
+            fairness=fairness_of(rates),
+            own_fairness=fairness_of(own_rates),
         )
 
     def curve(self) -> Curve:
@@ -130,7 +194,8 @@ class Candidate:
         scored = [[accuracy_or_none(count) for count in counts] for counts in self.counts_kr]
         by_round = [[rate for rate in rates if rate is not None] for rates in zip(*scored, strict=True)]
         at_end = [] if self.is_global else by_round[-1]
-        return Curve(self.name, self.cost.bytes_so_far, [_mean(rates) for rates in by_round], at_end)
+        means = [_mean(rates) for rates in by_round]
+        return Curve(self.name, self.cost.bytes_so_far, means, at_end, self.cost.spent, summarize(means))
 
 
 def candidates(method: str, history: FleetHistory, samples_jc: Ints, cost: Cost) -> list[Candidate]:
@@ -143,7 +208,10 @@ def candidates(method: str, history: FleetHistory, samples_jc: Ints, cost: Cost)
     }
     for variant, of in history.further.items():
         variants[f"{name} {variant}"] = [of.get(device, missing) for device in history.devices]
-    result = [Candidate(named, counts_kr, samples_jc, cost) for named, counts_kr in variants.items()]
+    took_part = [any(history.took_part[device]) for device in history.devices]
+    result = [
+        Candidate(named, counts_kr, samples_jc, cost, took_part=took_part) for named, counts_kr in variants.items()
+    ]
     if _has_separate_global_model(history):
         result.append(Candidate(f"{name} global", [history.server], samples_jc, cost, is_global=True))
     return result
@@ -155,30 +223,80 @@ def _has_separate_global_model(history: FleetHistory) -> bool:
     return last is not None and not (scored and all(np.array_equal(counts, last) for counts in scored))
 
 
-def local_only(counts_kr: Sequence[Sequence[Ints | None]], samples_jc: Ints) -> Candidate:
+def local_only(
+    counts_kr: Sequence[Sequence[Ints | None]], samples_jc: Ints, took_part: Sequence[bool] = ()
+) -> Candidate:
     """Returns the candidate of the local-only control; arguments as in `Candidate`."""
-    return Candidate(ALONE, counts_kr, samples_jc, Cost([], 0.0))
+    return Candidate(ALONE, counts_kr, samples_jc, Cost([], 0.0), took_part=took_part)
 
 
-def cost_of(store: Store, run: str, devices: int) -> Cost:
-    """Computes the communication cost of a run with this number of devices."""
+def cost_of(store: Store, run: str, specs: Sequence[DeviceSpec]) -> Cost:
+    """Computes the cost of a run with these devices."""
     completed = [item.number for item in store.runs.rounds(run) if item.status is RoundStatus.CLOSED]
-    answered = {upload.ask for upload in store.asks.uploads(run) if upload.data_bytes}
-    return Cost(bytes_by_round(store.history.traffic(run), completed, devices), len(answered) / devices)
+    traffic, uploads = store.history.traffic(run), store.asks.uploads(run)
+    answered = {upload.ask for upload in uploads if upload.data_bytes}
+    spent = spent_by_round(traffic, uploads, read_steps(specs[0].steps_file), completed)
+    return Cost(bytes_by_round(traffic, completed, len(specs)), len(answered) / len(specs), spent)
+
+
+def spent_by_round(
+    traffic: Sequence[Traffic],
+    uploads: Sequence[Upload],
+    steps: Mapping[tuple[str, int], int],
+    completed: Sequence[int],
+) -> list[Spent]:
+    """Computes what a run has cost until the end of each completed round.
+
+    Args:
+        traffic: The run's bytes.
+        uploads: The run's accepted answers.
+        steps: Steps of the optimisers by device and round; those of answers that were not accepted do not count.
+        completed: Numbers of the completed rounds, ascending.
+    """
+    answers = defaultdict[int, set[int]](set)
+    devices = defaultdict[int, set[str]](set)
+    for upload in uploads:
+        if upload.step != DELIVER:
+            devices[upload.round].add(upload.device)
+            answers[upload.round] |= {upload.ask} if upload.data_bytes else set()
+    exchanges = {number: len(answers[number]) / len(of) for number, of in devices.items()}
+    means = {number: sum(steps.get((name, number), 0) for name in of) / len(of) for number, of in devices.items()}
+
+    columns: dict[str, Iterable[tuple[int, float]]] = {"exchanges": exchanges.items(), "steps": means.items()}
+    for direction, part in itertools.product(("up", "down"), ("tensor_bytes", "envelope_bytes")):
+        sent = [item for item in traffic if item.direction == direction]
+        columns[f"{part}_{direction}"] = [(item.round, getattr(item, part)) for item in sent]
+    so_far = [itertools.accumulate(_by_completed(values, completed)) for values in columns.values()]
+    return [Spent(**dict(zip(columns, row, strict=True))) for row in zip(*so_far, strict=True)]
 
 
 def bytes_by_round(traffic: Sequence[Traffic], completed: Sequence[int], devices: int) -> list[dict[str, float]]:
     """Computes `FleetReport.bytes_by_round`; `completed` has the numbers of the completed rounds, ascending."""
-    result = [{"up": 0, "down": 0} for _ in completed]
-    for sent in traffic:
-        until = bisect_left(completed, sent.round)  # bytes of a short round count for the next completed one
+    up, down = (
+        _by_completed([(sent.round, sent.uncompressed_bytes) for sent in traffic if sent.direction == one], completed)
+        for one in ("up", "down")
+    )
+    return [{"up": sent / devices, "down": taken / devices} for sent, taken in zip(up, down, strict=True)]
+
+
+def _by_completed(values: Iterable[tuple[int, float]], completed: Sequence[int]) -> list[float]:
+    """Sums values by round; those of a short round count for the next completed one."""
+    result: list[float] = [0] * len(completed)
+    for number, value in values:
+        until = bisect_left(completed, number)
         if until < len(completed):
-            result[until][sent.direction] += sent.uncompressed_bytes
-    return [{direction: total / devices for direction, total in item.items()} for item in result]
+            result[until] += value
+    return result
 
 
-def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
-    """Formats the comparison as a table; bytes and exchanges are per device in the whole run."""
+def comparison_table(rows: Sequence[ComparisonRow], devices: int) -> Table:
+    """Formats the comparison as a table; bytes and exchanges are per device in the whole run.
+
+    Args:
+        rows: The comparison.
+        devices: Number of devices in the fleet; if means are over fewer, or over devices that never took part, a
+            column says so.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -186,12 +304,18 @@ def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
     title = "Means over the devices; bytes in both directions, in the whole run"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, **narrow)
     table.add_column("", no_wrap=True)
-    for name in ("all classes", "own classes", "bytes", "exchanges"):
+    some = [f"of {devices} devices"] if any(row.devices < devices or row.untrained for row in rows) else []
+    for name in ("all classes", "own classes", *some, "bytes", "exchanges"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
+        over = [f"{row.devices}{_untrained(row)}"] if some else []
         cost = (readable_bytes(round(row.bytes)), f"{row.exchanges:.3g}") if row.exchanges else ("0", "0")
-        table.add_row(row.name, _percent(row.accuracy), _percent(row.own_accuracy), *cost)
+        table.add_row(row.name, _percent(row.accuracy), _percent(row.own_accuracy), *over, *cost)
     return table
+
+
+def _untrained(row: ComparisonRow) -> str:
+    return f" ({row.untrained} untrained)" if row.untrained else ""
 
 
 def _percent(rate: float | None) -> str:

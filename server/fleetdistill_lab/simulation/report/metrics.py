@@ -1,4 +1,4 @@
-"""Computes a fleet's metrics from confusion matrices; all functions are pure.
+"""Computes a fleet's metrics from confusion matrices, accuracies of devices and curves; all functions are pure.
 
 A confusion matrix `[C, C]` counts true classes in rows and predictions in columns. Suffixes name axes: `k` device
 models, `j` test sets (set j belongs to device j), `cc` a confusion matrix. T is the union of all test sets.
@@ -236,6 +236,106 @@ def _join(parts: Sequence[Margins]) -> Margins:
     return Margins(np.stack(hits), np.stack(predicted), np.stack(rows))
 
 
-def median_of_rounds(curve: Sequence[float], first: int, last: int) -> float:
-    """Returns the median over rounds `first` to `last`, counted from 1 and inclusive."""
-    return float(np.median(curve[first - 1 : last]))
+@dataclass(frozen=True, kw_only=True)
+class Fairness:
+    """How evenly accuracies in [0, 1] are spread over devices.
+
+    Attributes:
+        bins: Number of devices with an accuracy in each of [0, 0.1), [0.1, 0.2), ..., [0.9, 1], as in FedD2S, fig. 4.
+        std: Population standard deviation.
+        worst: Mean over the worst tenth of the devices, rounded down, but at least one device.
+        jain: Jain's index, (sum a)^2 / (N sum a^2), from 1 / N to 1; 1 if all accuracies are equal.
+
+    References:
+        Jain, Chiu and Hawe, A Quantitative Measure of Fairness and Discrimination, DEC-TR-301, 1984.
+    """
+
+    bins: list[int]
+    std: float
+    worst: float
+    jain: float
+
+
+def fairness_of(accuracies: Sequence[float]) -> Fairness | None:
+    """Returns how evenly accuracies, one for each device, are spread; None without devices."""
+    if not accuracies:
+        return None
+    ascending = np.sort(accuracies)
+    bins = np.minimum((10 * ascending + 1e-9).astype(np.int64), 9)  # a rounded 0.3 is in [0.3, 0.4)
+    squares = float(np.sum(ascending**2))
+    return Fairness(
+        bins=np.bincount(bins, minlength=10).tolist(),
+        std=float(np.std(ascending)),
+        worst=float(np.mean(ascending[: max(1, len(ascending) // 10)])),
+        jain=float(np.sum(ascending)) ** 2 / (len(ascending) * squares) if squares else 1.0,
+    )
+
+
+def rounds_to(curve: Sequence[float | None], target: float) -> int | None:
+    """Returns the first round, from 1, in which a curve reaches the target, even if it falls again; None if none does.
+
+    Args:
+        curve: The metric after each round; None where it is unknown.
+        target: Value to reach, inclusive.
+    """
+    return next((number for number, value in enumerate(curve, 1) if value is not None and value >= target), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoxPlot:
+    """Quartiles and extremes of a curve's last 20 rounds; quartiles are interpolated linearly."""
+
+    minimum: float
+    lower_quartile: float
+    median: float
+    upper_quartile: float
+    maximum: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveSummary:
+    """The figures of a curve that papers report, side by side: the best round on test data is optimistic.
+
+    Attributes:
+        final: Value after the last round; None if it is unknown.
+        best, best_round: Largest known value, and the first round, from 1, that has it; None if none is known.
+        last_mean: Mean over the last 10 rounds, or over all if there are fewer; None unless all of them are known.
+        box: The last 20 rounds, or all if there are fewer; None unless all of them are known.
+    """
+
+    final: float | None = None
+    best: float | None = None
+    best_round: int | None = None
+    last_mean: float | None = None
+    box: BoxPlot | None = None
+
+
+_ROUNDS_OF_MEAN = 10
+_ROUNDS_OF_BOX = 20
+
+
+def summarize(curve: Sequence[float | None]) -> CurveSummary:
+    """Returns a curve's final and best value, and the mean and the quartiles of its last rounds."""
+    known = [value for value in curve if value is not None]
+    if not known:
+        return CurveSummary()
+    best = max(known)
+    late, last = _known(curve[-_ROUNDS_OF_MEAN:]), _known(curve[-_ROUNDS_OF_BOX:])
+    return CurveSummary(
+        final=curve[-1],
+        best=best,
+        best_round=rounds_to(curve, best),
+        last_mean=float(np.mean(late)) if late else None,
+        box=_box(last) if last else None,
+    )
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    """Returns the values, or none if any is None."""
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else []
+
+
+def _box(values: Sequence[float]) -> BoxPlot:
+    low, lower, median, upper, high = np.percentile(values, [0, 25, 50, 75, 100]).tolist()
+    return BoxPlot(minimum=low, lower_quartile=lower, median=median, upper_quartile=upper, maximum=high)

@@ -31,7 +31,7 @@ from fleetdistill_lab.simulation.report.metrics import Ints, accuracy_or_none
 from fleetdistill_lab.simulation.report.outcome import Controls, FedAvgControl, Outcome
 from fleetdistill_lab.simulation.report.plots import save_report_figure
 from fleetdistill_lab.simulation.report.results import DeviceReport, FleetReport
-from fleetdistill_lab.simulation.report.scores import FleetFigures, fleet_figures, late_figures
+from fleetdistill_lab.simulation.report.scores import FleetFigures, fleet_figures, late_figures, summaries
 from fleetdistill_lab.simulation.report.simulated_time import simulated_times
 from fleetdistill_server.store.run_figures import RoundFigures, round_figures
 from fleetdistill_server.store.states import RoundStatus, UploadStatus
@@ -52,7 +52,7 @@ def make_report(done: Outcome) -> FleetReport:
     ]
     left_out = _without_score(devices)
     scores = _scores(done.history, shares, done.controls, left_out)
-    cost = cost_of(done.store, done.run, len(devices))
+    cost = cost_of(done.store, done.run, done.specs)
     by_round = done.history.figures(shares)
     figures = round_figures(done.store.database, done.run)
     report = FleetReport(
@@ -65,6 +65,7 @@ def make_report(done: Outcome) -> FleetReport:
         scores=scores,
         figures_by_round=by_round,
         late=late_figures(by_round),
+        summaries=summaries(by_round),
         further=_mean_further(devices),
         bytes_by_round=cost.bytes_by_round,
         traffic=_total_traffic(done.store, done.run),
@@ -197,7 +198,7 @@ def _protection(store: Store, run: str, figures: Sequence[RoundFigures]) -> dict
 def _comparison(done: Outcome, shares: Ints, cost: Cost, left_out: AbstractSet[str]) -> dict[str, Any]:
     compared = _compare(done, shares, cost)
     return {
-        "comparison": [*_alone_row(done.controls.alone, shares, left_out), *(item.row() for item in compared)],
+        "comparison": [*_alone_row(done, shares, left_out), *(item.row() for item in compared)],
         "curves": [item.curve() for item in compared],
     }
 
@@ -211,7 +212,7 @@ def write_report(report: FleetReport, out: Path) -> None:
         counts_jc=[device.samples_by_class for device in report.devices],
         class_names=report.class_names,
         device_names=[f"{device.name} ({device.model})" for device in report.devices],
-        partition=_describe(report),
+        partition=describe_partition(report),
         curves=report.curves,
         by_device=_by_device(report),
         alone=report.mean_accuracy_alone,
@@ -295,7 +296,8 @@ def _by_device(report: FleetReport) -> DeviceCurves:
     )
 
 
-def _describe(report: FleetReport) -> str:
+def describe_partition(report: FleetReport) -> str:
+    """Returns the partition of the data over the devices, with its main parameters."""
     given = report.partition_parameters
     return ", ".join([report.partition, *(f"{name} {given[name]}" for name in ("alpha", "seed") if name in given)])
 
@@ -309,14 +311,15 @@ def _compare(done: Outcome, samples_jc: Ints, cost: Cost) -> list[Candidate]:
     return [*own, *candidates("fedavg", fedavg.history, samples_jc, fedavg.cost)]
 
 
-def _alone_row(
-    alone: Mapping[str, Sequence[Counts | None]], samples_jc: Ints, left_out: AbstractSet[str]
-) -> list[ComparisonRow]:
+def _alone_row(done: Outcome, samples_jc: Ints, left_out: AbstractSet[str]) -> list[ComparisonRow]:
+    alone, history = done.controls.alone, done.history
     counts_kr = [
         [None if counts is None or name in left_out else counts.confusion for counts in of]
         for name, of in alone.items()
     ]
-    return [local_only(counts_kr, samples_jc).row()] if alone else []
+    has_more = done.wanted.one_exchange or done.wanted.rounds_of_controls > len(history.server)
+    took_part = [has_more or any(history.took_part[name]) for name in alone]  # as in `train_fleet_local_only`
+    return [local_only(counts_kr, samples_jc, took_part).row()] if alone else []
 
 
 def _mean_where_known(rates: Sequence[float | None]) -> float | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetdistill_lab.simulation.report.comparison import ComparisonRow, Curve
+from fleetdistill_lab.simulation.report.metrics import CurveSummary
 from fleetdistill_lab.simulation.report.scores import Figures, FleetFigures
 from fleetdistill_lab.simulation.report.simulated_time import SimulatedTimes
 
@@ -97,6 +98,7 @@ class FleetReport:
         figures_by_round: CDKT-FL's figures of the fleet after each round, in accuracy, for device models as in
             `accuracy_trained`.
         late: Figures over the last rounds that papers report, in accuracy; see `scores.late_figures`.
+        summaries: For each of `figures_by_round`, its final and best value and its last rounds.
         further: For each further variant, the mean `accuracy` and `own_accuracy` over the devices that have it.
         bytes_by_round: For each completed round, bytes from (`up`) and to (`down`) a device, tensors and envelopes,
             mean over all devices. Traffic of short rounds, initial weights and the proxy set count in the next
@@ -156,6 +158,7 @@ class FleetReport:
     scores: dict[str, FleetFigures]
     figures_by_round: list[Figures]
     late: Figures
+    summaries: dict[str, CurveSummary]
     further: dict[str, dict[str, float]]
     bytes_by_round: list[dict[str, float]]
     traffic: list[dict[str, Any]]

@@ -15,6 +15,7 @@ import numpy as np
 
 from fleetdistill_lab.simulation.report.metrics import (
     Cells,
+    CurveSummary,
     Floats,
     Ints,
     Margins,
@@ -24,13 +25,11 @@ from fleetdistill_lab.simulation.report.metrics import (
     f1_weighted,
     fleet_scores,
     global_score,
-    median_of_rounds,
+    summarize,
 )
 
 SCORES: Mapping[str, Score] = {"accuracy": accuracy, "f1_weighted": f1_weighted, "f1_macro": f1_macro}
 _FIGURES = ("global", "c_gen", "c_spec", "c_spec_samples", "c_per")
-_LAST_ROUNDS_OF_UA = 10
-_LAST_ROUNDS_OF_MEDIANS = 20
 
 Figures = dict[str, float | None]
 """Maps `global`, `c_gen`, `c_spec` (mean over devices), `c_spec_samples` (over samples) and `c_per` to rates in [0, 1];
@@ -135,6 +134,11 @@ def _figures(counts_kjcc: Sequence[Margins], server_jcc: Margins | None, score: 
     return {name: None if math.isnan(value) else value for name, value in figures.items()}
 
 
+def summaries(by_round: Sequence[Figures]) -> dict[str, CurveSummary]:
+    """Returns the summary of each figure over all rounds, by the figure's name; arguments as in `late_figures`."""
+    return {name: summarize([figures[name] for figures in by_round]) for name in _FIGURES}
+
+
 def late_figures(by_round: Sequence[Figures]) -> Figures:
     """Returns the figures over the last rounds that papers report: FedD2S's average UA and CDKT-FL's medians.
 
@@ -143,15 +147,8 @@ def late_figures(by_round: Sequence[Figures]) -> Figures:
 
     Returns:
         `ua_mean`, the mean of C-Spec over the last 10 rounds; `c_gen_median`, `c_spec_median` and `c_per_median` over
-        the last 20 rounds. All rounds count if there are fewer.
+        the last 20 rounds. All rounds count if there are fewer. None unless all of these rounds are known.
     """
-    rounds = len(by_round)
-    late = {}
-    for name in ("c_gen", "c_spec", "c_per"):
-        curve = [figures[name] for figures in by_round]
-        known = [value for value in curve if value is not None]
-        first = max(1, rounds - _LAST_ROUNDS_OF_MEDIANS + 1)
-        late[f"{name}_median"] = median_of_rounds(known, first, rounds) if len(known) == rounds else None
-    last = [figures["c_spec"] for figures in by_round[-_LAST_ROUNDS_OF_UA:]]
-    late["ua_mean"] = None if None in last else float(np.mean([value for value in last if value is not None]))
-    return late
+    of = {name: summarize([figures[name] for figures in by_round]) for name in ("c_gen", "c_spec", "c_per")}
+    medians = {f"{name}_median": None if one.box is None else one.box.median for name, one in of.items()}
+    return {**medians, "ua_mean": of["c_spec"].last_mean}
