@@ -25,6 +25,7 @@ from fleetdistill_lab.simulation.report.comparison import (
     Spent,
     candidates,
     comparison_table,
+    devices_lines,
     local_only,
     spent_by_round,
     spent_to,
@@ -151,30 +152,29 @@ def test_global_model_on_every_device_is_no_row_of_its_own() -> None:
     assert [candidate.name for candidate in candidates("classstats", history, SAMPLES, cost)] == ["class statistics"]
 
 
-def test_the_table_fits_a_terminal_and_says_what_is_not_scored() -> None:
-    said = printed([row("class statistics personal", None, 0.5, 12_345_678.0, 31.0), row("a", 1, 1, 0, 0)])
-    assert "devices" not in said.splitlines()[1]
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_the_table_fits_a_terminal_and_says_what_is_not_scored(top_k: int | None) -> None:
+    first = row("class statistics personal", accuracy=None, bytes=12_345_678.0, exchanges=31.0, top_k=0.987)
+    console = Console(width=80, file=io.StringIO())
+    console.print(comparison_table([first, row("a", accuracy=1, top_k=1)], top_k))
+    said = console.file.getvalue()  # type: ignore[attr-defined]
     assert "class statistics personal" in said
     assert "not scored" in said
     assert "12.35 MB" in said
+    assert ("top 5" in said, "98.7%" in said) == (top_k == 5, top_k == 5)
     assert "…" not in said
-    assert max(len(line.rstrip()) for line in said.splitlines()) < 100
+    assert max(len(line.rstrip()) for line in said.splitlines()) <= 80
 
 
-def test_the_table_says_over_how_many_devices_means_are() -> None:
-    said = printed([row("FedAvg devices", 0.7, 0.8, 1e6, 10, devices=31, untrained=4), row("a", 1, 1, 0, 0)])
-    assert "of 100 devices" in said
-    assert "31 (4 untrained)" in said
+def test_means_over_some_devices_are_told() -> None:
+    rows = [row("alone", devices=100, untrained=69), row("FedAvg devices", devices=31), row("a", devices=100)]
+    (line,) = devices_lines(rows, 100)
+    assert line.endswith("of 100: alone 100 (69 never took part), FedAvg devices 31")
+    assert devices_lines(rows[2:], 100) == []
 
 
-def row(*given: Any, devices: int = 100, untrained: int = 0) -> ComparisonRow:
-    return replace(ComparisonRow(*given), devices=devices, untrained=untrained)
-
-
-def printed(rows: list[ComparisonRow]) -> str:
-    console = Console(width=100, file=io.StringIO())
-    console.print(comparison_table(rows, 100))
-    return str(console.file.getvalue())  # type: ignore[attr-defined]
+def row(name: str, **given: Any) -> ComparisonRow:
+    return replace(ComparisonRow(name, 0.5, 0.5, 0.0, 0.0), **given)
 
 
 # --- a report

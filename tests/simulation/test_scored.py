@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 from support.fleets import REPRODUCIBLE, RUNS, SMALL
 from support.long import long_except
@@ -300,6 +301,8 @@ def test_control_without_device_scores_compares_global_models(tmp_path: Path) ->
         ({"export": "-1"}, "export is -1, must be"),
         ({"score": "global", "export": "best"}, "export best needs the accuracy of device models"),
         ({"score": "none", "export": "best"}, "which score none omits"),
+        ({"top_k": 0}, "top_k is 0, must be at least 1"),
+        ({"top_k": 5, "score": "none"}, "top_k needs models that are scored"),
     ],
 )
 def test_value_out_of_range_is_refused_before_any_writing(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -308,6 +311,59 @@ def test_value_out_of_range_is_refused_before_any_writing(changes: dict[str, Any
     assert says in str(refused.value)
     with pytest.raises(ConfigurationError):
         simulate(replace(FLEET, out=tmp_path / "out", **changes))
+    assert not (tmp_path / "out").exists()
+
+
+# --- top k
+
+
+def top_5_of(path: Path, file: Path) -> float:
+    """The accuracy of an exported model, by FedDKC's rule."""
+    inputs, labels = load_arrays(file)
+    session = onnxruntime.InferenceSession(path)
+    (logits,) = session.run(None, {session.get_inputs()[0].name: inputs})
+    own = logits[np.arange(len(labels)), labels]
+    return float(np.mean((logits > own[:, None]).sum(axis=1) < 5))
+
+
+@pytest.mark.parametrize(
+    "method", long_except(["feddkc", "fedavg", "feddkd", "classstats", "fedd2s"], "feddkc", "fedavg")
+)
+@pytest.mark.parametrize("score", ["sampled", "devices"])
+def test_top_5_accuracies_are_those_of_the_models(method: str, score: Any, tmp_path: Path) -> None:
+    shared: dict[str, Any] = {"with_alone": True, "with_fedavg": True, "export": "all", "train_limit": 200}
+    wanted = replace(RUNS[method], devices=3, rounds=2, control_rounds=2, top_k=5, score=score, out=tmp_path, **shared)
+    report = simulate(wanted)
+    for device in report.devices:
+        top = top_5_of(tmp_path / str(device.onnx_file), tmp_path / "work" / "test.npz")
+        assert device.top_k_fleet == pytest.approx(top)
+        for name in ("fleet", "trained", "alone"):
+            rate, accuracy = getattr(device, f"top_k_{name}"), getattr(device, f"accuracy_{name}")
+            assert accuracy <= rate < 1, "no model of so little training is sure of all"
+    rows = {row.name: row for row in report.comparison}
+    assert None not in [row.top_k for row in rows.values()]
+    for field, row in (("alone", rows["alone"]), ("trained", report.comparison[1])):
+        assert row.top_k == pytest.approx(np.mean([getattr(device, f"top_k_{field}") for device in report.devices]))
+    if method == "fedavg":
+        assert {device.top_k_fleet for device in report.devices} == {rows["FedAvg global"].top_k}
+    plain = simulate(replace(wanted, top_k=None, out=tmp_path / "plain"))
+    assert plain.traffic == report.traffic, "top-k scores are not sent"
+    assert plain.accuracy_by_round == report.accuracy_by_round
+    assert [row.accuracy for row in plain.comparison] == [row.accuracy for row in report.comparison]
+    assert {row.top_k for row in plain.comparison} == {device.top_k_fleet for device in plain.devices} == {None}
+
+
+def test_global_score_has_the_top_5_of_the_global_model(tmp_path: Path) -> None:
+    report = simulate(replace(FLEET, method="fedavg", rounds=1, score="global", top_k=5, out=tmp_path))
+    devices, whole = report.comparison
+    assert devices.top_k is None
+    assert whole.top_k is not None
+    assert whole.top_k >= (whole.accuracy or 1)
+
+
+def test_top_k_of_all_classes_is_refused_before_writing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="top_k is 10, must be at least 1 and below 10, the number of classes"):
+        simulate(replace(FLEET, top_k=10, out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 

@@ -12,6 +12,8 @@ from safetensors.torch import load, save
 from fleetdistill.errors import StateError
 from fleetdistill.state.state_check import NO_CRC, matches_crc, with_crc
 
+__all__ = ["unpack_state"]
+
 _IN_NUMPY = {
     *(torch.float64, torch.float32, torch.float16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),

@@ -17,6 +17,7 @@ from fleetdistill_lab.simulation.backends.choice import check_backend
 from fleetdistill_lab.simulation.controls.fedavg import check_fedavg
 from fleetdistill_lab.simulation.controls.local_only import start_model
 from fleetdistill_lab.simulation.data.datasets import Dataset
+from fleetdistill_lab.simulation.report.metrics import check_top_k
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.spec.hostile import ATTACKS
 from fleetdistill_lab.simulation.spec.plan import (
@@ -82,12 +83,14 @@ def _check_scores(wanted: Simulation) -> None:
     """Raises ConfigurationError for settings of scores and exports that are out of range."""
     if wanted.score not in SCORED:
         raise ConfigurationError(f"score is {wanted.score!r}, must be {', '.join(SCORED[:-1])} or {SCORED[-1]}")
-    for name in ("score_every", "score_rows"):
+    for name in ("score_every", "score_rows", "top_k"):
         value = getattr(wanted, name)
         if value is not None and value < 1:
             raise ConfigurationError(f"{name} is {value}, must be at least 1")
     if wanted.score_rows is not None and not wanted.scores_devices:
         raise ConfigurationError(f"score_rows counts rows for device models, which score {wanted.score} omits")
+    if wanted.top_k is not None and wanted.score == "none":
+        raise ConfigurationError("top_k needs models that are scored, but score is none; use another score")
     if (isinstance(wanted.export, str) and wanted.export not in EXPORTED) or (
         isinstance(wanted.export, int) and wanted.export < 1
     ):
@@ -123,12 +126,14 @@ def check_plan(wanted: Simulation, data: Dataset) -> None:
     """Partitions the data and builds all models in a temporary folder, as the simulation will.
 
     Raises:
-        ConfigurationError: A model cannot be built or does not fit the data.
+        ConfigurationError: A model cannot be built or does not fit the data, or they have too few classes for `top_k`.
         DataError: The data cannot be partitioned as requested.
     """
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
         _check_shape(wanted, data)
+        if wanted.top_k is not None:
+            check_top_k(wanted.top_k, len(data.classes))
         left = hold_out_proxy(wanted, data, work)
         deal(wanted, left)
         config = make_run_config(wanted, left, work)

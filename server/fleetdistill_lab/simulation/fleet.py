@@ -29,9 +29,11 @@ from fleetdistill_lab.simulation.links.links import run_over_memory
 from fleetdistill_lab.simulation.links.over_grpc import run_over_grpc
 from fleetdistill_lab.simulation.links.simulated_devices import Recipients
 from fleetdistill_lab.simulation.progress import OnProgress, Progress, watcher
-from fleetdistill_lab.simulation.report.final_models import FinalModels, devices_to_export
+from fleetdistill_lab.simulation.report.final_models import FinalModels, devices_to_export, log_top_k_of_global_model
 from fleetdistill_lab.simulation.report.history import (
     read_history,
+    read_top_k,
+    read_top_k_alone,
     rounds_with_receipts,
     shares_global_model,
 )
@@ -218,6 +220,8 @@ def _report(
         models = FinalModels(store, fleet.config)
         if finished and wanted.scores_devices and not shares_global_model(wanted.method, fleet.specs):
             models.score(fleet.specs, rounds_with_receipts(store, RUN))
+        if wanted.top_k is not None:
+            log_top_k_of_global_model(store, fleet.config, fleet.specs[0])
         history = read_history(store, RUN, fleet.specs)
         exporting = devices_to_export(wanted, fleet.specs, history) if finished else []
         written = {spec.name: models.export(spec, wanted.out, history.further) for spec in exporting}
@@ -233,6 +237,8 @@ def _report(
                 history=history,
                 controls=controls,
                 exports=exports,
+                top_k=read_top_k(store, RUN, fleet.specs),
+                top_k_alone=read_top_k_alone(fleet.specs),
                 seconds=time.monotonic() - started,
                 finished=finished,
             )

@@ -19,7 +19,7 @@ from fleetdistill_lab.simulation.fleet import Interrupted, simulate
 from fleetdistill_lab.simulation.folder import IfThere
 from fleetdistill_lab.simulation.not_begun import not_begun
 from fleetdistill_lab.simulation.progress import Progress as Done
-from fleetdistill_lab.simulation.report.comparison import ALONE, NAMES, comparison_table
+from fleetdistill_lab.simulation.report.comparison import ALONE, NAMES, comparison_table, devices_lines
 from fleetdistill_lab.simulation.report.report import describe_partition, json_lines, privacy_lines
 from fleetdistill_lab.simulation.report.results import FleetReport
 from fleetdistill_lab.simulation.report.simulated_time import time_lines
@@ -75,7 +75,9 @@ def show_comparison(report: FleetReport, out: Path) -> None:
     console = Console()
     if len(report.comparison) > 1:
         console.print()
-        console.print(comparison_table(report.comparison, len(report.devices)))
+        console.print(comparison_table(report.comparison, report.top_k))
+        for line in devices_lines(report.comparison, len(report.devices)):
+            _print_line(console, line)
     models = sum(bool(device.onnx_file) + len(device.onnx_answers) for device in report.devices)
     _print_line(console, f"{out}/: report.json, fleet.png, onnx/ ({models} models)")
 

@@ -22,6 +22,7 @@ from fleetdistill_lab.simulation.report.metrics import (
     fleet_scores,
     rounds_to,
     summarize,
+    top_k_predictions,
 )
 
 
@@ -164,6 +165,31 @@ def test_fairness_is_best_for_equal_devices(rates: list[float]) -> None:
     assert 1 / len(rates) - 1e-9 <= result.jain <= 1 + 1e-9
     assert min(rates) <= result.worst <= np.mean(rates) + 1e-9
     assert (equal.std, equal.jain) == pytest.approx((0, 1), abs=1e-6)
+
+
+# --- top k
+
+DOWN, UP = [5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("k", "expected"), [(1, 0.0), (4, 0.0), (5, 0.5)])
+def test_top_k_accuracy_of_two_samples(k: int, expected: float) -> None:
+    """Class 4 has four larger logits in the first row, class 0 has five in the second."""
+    counts = confusion([4, 0], top_k_predictions([DOWN, UP], [4, 0], k), 6)
+    assert accuracy(counts) == expected
+    if k == 1:
+        assert top_k_predictions([DOWN, UP], [4, 0], k).tolist() == [0, 5], "classes that are wrong stay wrong"
+
+
+def test_equal_logits_are_all_in_the_top() -> None:
+    assert top_k_predictions([[1, 1, 1, 0]], [2], 1).tolist() == [2]
+    assert top_k_predictions([[1, 1, 1, 0]], [3], 3).tolist() == [0], "three are strictly larger"
+
+
+@pytest.mark.parametrize("k", [0, 6, 7])
+def test_top_k_of_all_classes_is_refused(k: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"top_k is {k}, must be at least 1 and below 6"):
+        top_k_predictions([DOWN], [0], k)
 
 
 # --- over rounds

@@ -13,7 +13,8 @@ from fleetdistill_lab.simulation.controls.local_only import score_initial_models
 from fleetdistill_lab.simulation.links.links import Watch, run_over_memory
 from fleetdistill_lab.simulation.progress import OnProgress, watcher
 from fleetdistill_lab.simulation.report.comparison import cost_of
-from fleetdistill_lab.simulation.report.history import read_history
+from fleetdistill_lab.simulation.report.final_models import log_top_k_of_global_model
+from fleetdistill_lab.simulation.report.history import read_history, read_top_k
 from fleetdistill_lab.simulation.report.outcome import FedAvgControl
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.spec.plan import RUN, Fleet, largest_model, make_run_config, open_store
@@ -56,7 +57,10 @@ def run_fedavg(
     )
     try:
         plan = asdict(control.method_config())
-        return FedAvgControl(model, plan, read_history(store, run, specs), cost_of(store, run, specs))
+        if specs[0].top_k is not None:
+            log_top_k_of_global_model(store, control, specs[0])
+        history, top_k = read_history(store, run, specs), read_top_k(store, run, specs)
+        return FedAvgControl(model, plan, history, cost_of(store, run, specs), top_k)
     finally:
         store.close()
 

@@ -21,10 +21,10 @@ from fleetdistill.training.local_training import TensorData, as_tensor_data, eva
 from fleetdistill.training.model import check_local_model
 from fleetdistill.training.parameters import load_parameters
 from fleetdistill_lab.simulation.report.history import FleetHistory
-from fleetdistill_lab.simulation.report.metrics import Ints
 from fleetdistill_lab.simulation.spec.arrays import load_arrays
+from fleetdistill_lab.simulation.spec.compute import top_k_counts
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
-from fleetdistill_lab.simulation.spec.score_log import START, append_scores
+from fleetdistill_lab.simulation.spec.score_log import ALONE, START, append_scores
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.run_config import RunConfig
 
@@ -46,10 +46,14 @@ def start_model(spec: DeviceSpec, initial: ModelParameters | None, input_shape: 
     return model
 
 
-def score_initial_model(spec: DeviceSpec, initial: ModelParameters | None) -> Counts:
-    """Scores a device's initial model on the test set."""
+def score_initial_model(spec: DeviceSpec, initial: ModelParameters | None) -> dict[Path, Counts]:
+    """Scores a device's initial model on the test set; returns its counts by the log that they belong to."""
     test = _load(spec, spec.test_file)
-    return evaluate(start_model(spec, initial, tuple(test.inputs.shape[1:])), test, spec.classes)
+    model = start_model(spec, initial, tuple(test.inputs.shape[1:]))
+    result = {spec.scores_file: evaluate(model, test, spec.classes)}
+    if spec.top_k is not None:
+        result[spec.top_k_file] = top_k_counts(model, test, spec.top_k, spec.classes)
+    return result
 
 
 def train_local_only(
@@ -109,6 +113,9 @@ def train_local_only(
         last = last or evaluate(model, test, spec.classes)
         figures.append(last)
     after_round()
+    if test is not None and spec.top_k is not None:
+        top = top_k_counts(model, test, spec.top_k, spec.classes).confusion
+        append_scores(spec.top_k_file, spec.name, len(took_part), top, ALONE)
     return figures
 
 
@@ -203,9 +210,10 @@ def score_initial_models(initial: ModelParameters | None, specs: list[DeviceSpec
         specs: The devices; the score log gets a line for each.
     """
     same = initial is not None and initial.scope == "model"  # then devices with one architecture start equal
-    known: dict[tuple[str, str], Ints] = {}
+    known: dict[tuple[str, str], dict[Path, Counts]] = {}
     for spec in specs:
         key = spec.model, "" if same else spec.name
         if key not in known:
-            known = {key: score_initial_model(spec, initial).confusion} | (known if same else {})
-        append_scores(spec.scores_file, spec.name, START, known[key])
+            known = {key: score_initial_model(spec, initial)} | (known if same else {})
+        for file, counts in known[key].items():
+            append_scores(file, spec.name, START, counts.confusion)

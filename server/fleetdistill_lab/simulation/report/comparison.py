@@ -114,6 +114,8 @@ class ComparisonRow:
             what the method sends to such a device.
         fairness, own_fairness: How evenly the accuracies are spread over the devices, on all classes and on own ones;
             None if nothing was scored.
+        top_k: Mean over the devices of the share of samples whose class is among the `FleetReport.top_k` with the
+            largest logits, on the global test set; None without `Simulation.top_k`.
     """
 
     name: str
@@ -125,6 +127,7 @@ class ComparisonRow:
     untrained: int = 0
     fairness: Fairness | None = None
     own_fairness: Fairness | None = None
+    top_k: float | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,7 @@ class Candidate:
         cost: Cost of the run.
         is_global: Whether this is one model for all devices.
         took_part: Whether each device ever trained; empty if all did, or for a global model.
+        top_k: As `counts_kr`, after the last round only, with top-k predictions; empty without them.
     """
 
     name: str
@@ -168,6 +172,7 @@ class Candidate:
     cost: Cost
     is_global: bool = False
     took_part: Sequence[bool] = ()
+    top_k: Sequence[Ints | None] = ()
 
     def row(self) -> ComparisonRow:
         """Returns the row of the comparison table."""
@@ -187,6 +192,7 @@ class Candidate:
             untrained=sum(one is not None and not part for one, part in zip(last, took_part, strict=True)),
             fairness=fairness_of(rates),
             own_fairness=fairness_of(own_rates),
+            top_k=_mean([accuracy(counts) for counts in self.top_k if counts is not None]),
         )
 
     def curve(self) -> Curve:
@@ -198,22 +204,37 @@ class Candidate:
         return Curve(self.name, self.cost.bytes_so_far, means, at_end, self.cost.spent, summarize(means))
 
 
-def candidates(method: str, history: FleetHistory, samples_jc: Ints, cost: Cost) -> list[Candidate]:
-    """Returns a run's device models, by variant, and its global model unless all devices have that model."""
+def candidates(
+    method: str, history: FleetHistory, samples_jc: Ints, cost: Cost, top_k: FleetHistory | None = None
+) -> list[Candidate]:
+    """Returns a run's device models, by variant, and its global model unless all devices have that model.
+
+    Args:
+        method: The run's method.
+        history: The run's history.
+        samples_jc: As in `Candidate`.
+        cost: Cost of the run.
+        top_k: History of the run's top-k scores; None without them.
+    """
     name = NAMES.get(method, method)
     of_devices = f"{name} devices" if method == "fedavg" else name
     missing: list[Ints | None] = [None] * len(history.server)
-    variants: dict[str, list[Sequence[Ints | None]]] = {
-        f"{name} {GENERAL}" if history.further else of_devices: list(history.devices.values())
-    }
-    for variant, of in history.further.items():
-        variants[f"{name} {variant}"] = [of.get(device, missing) for device in history.devices]
+
+    def all_variants(one: FleetHistory) -> dict[str, list[Sequence[Ints | None]]]:
+        variants = {f"{name} {GENERAL}" if history.further else of_devices: list(one.devices.values())}
+        for variant, of in one.further.items():
+            variants[f"{name} {variant}"] = [of.get(device, missing) for device in one.devices]
+        return variants
+
+    top = {} if top_k is None else {named: [of[-1] for of in kr] for named, kr in all_variants(top_k).items()}
     took_part = [any(history.took_part[device]) for device in history.devices]
     result = [
-        Candidate(named, counts_kr, samples_jc, cost, took_part=took_part) for named, counts_kr in variants.items()
+        Candidate(named, counts_kr, samples_jc, cost, took_part=took_part, top_k=top.get(named, ()))
+        for named, counts_kr in all_variants(history).items()
     ]
     if _has_separate_global_model(history):
-        result.append(Candidate(f"{name} global", [history.server], samples_jc, cost, is_global=True))
+        last = [] if top_k is None else [top_k.server[-1]]
+        result.append(Candidate(f"{name} global", [history.server], samples_jc, cost, is_global=True, top_k=last))
     return result
 
 
@@ -224,10 +245,13 @@ def _has_separate_global_model(history: FleetHistory) -> bool:
 
 
 def local_only(
-    counts_kr: Sequence[Sequence[Ints | None]], samples_jc: Ints, took_part: Sequence[bool] = ()
+    counts_kr: Sequence[Sequence[Ints | None]],
+    samples_jc: Ints,
+    took_part: Sequence[bool] = (),
+    top_k: Sequence[Ints | None] = (),
 ) -> Candidate:
     """Returns the candidate of the local-only control; arguments as in `Candidate`."""
-    return Candidate(ALONE, counts_kr, samples_jc, Cost([], 0.0), took_part=took_part)
+    return Candidate(ALONE, counts_kr, samples_jc, Cost([], 0.0), took_part=took_part, top_k=top_k)
 
 
 def cost_of(store: Store, run: str, specs: Sequence[DeviceSpec]) -> Cost:
@@ -289,13 +313,12 @@ def _by_completed(values: Iterable[tuple[int, float]], completed: Sequence[int])
     return result
 
 
-def comparison_table(rows: Sequence[ComparisonRow], devices: int) -> Table:
+def comparison_table(rows: Sequence[ComparisonRow], top_k: int | None = None) -> Table:
     """Formats the comparison as a table; bytes and exchanges are per device in the whole run.
 
     Args:
         rows: The comparison.
-        devices: Number of devices in the fleet; if means are over fewer, or over devices that never took part, a
-            column says so.
+        top_k: k of the rows' top-k accuracies; None without them.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -304,18 +327,24 @@ def comparison_table(rows: Sequence[ComparisonRow], devices: int) -> Table:
     title = "Means over the devices; bytes in both directions, in the whole run"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, **narrow)
     table.add_column("", no_wrap=True)
-    some = [f"of {devices} devices"] if any(row.devices < devices or row.untrained for row in rows) else []
-    for name in ("all classes", "own classes", *some, "bytes", "exchanges"):
+    top = [] if top_k is None else [f"top {top_k}"]
+    for name in ("all classes", *top, "own classes", "bytes", "exchanges"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        over = [f"{row.devices}{_untrained(row)}"] if some else []
         cost = (readable_bytes(round(row.bytes)), f"{row.exchanges:.3g}") if row.exchanges else ("0", "0")
-        table.add_row(row.name, _percent(row.accuracy), _percent(row.own_accuracy), *over, *cost)
+        rates = [row.accuracy, *([row.top_k] if top else []), row.own_accuracy]
+        table.add_row(row.name, *map(_percent, rates), *cost)
     return table
 
 
-def _untrained(row: ComparisonRow) -> str:
-    return f" ({row.untrained} untrained)" if row.untrained else ""
+def devices_lines(rows: Sequence[ComparisonRow], devices: int) -> list[str]:
+    """Returns over how many of a fleet's devices the means are, if any is over fewer or over untrained ones."""
+    told = [
+        f"{row.name} {row.devices}" + (f" ({row.untrained} never took part)" if row.untrained else "")
+        for row in rows
+        if row.devices < devices or row.untrained
+    ]
+    return [f"Means are over the devices that were scored, of {devices}: {', '.join(told)}"] if told else []
 
 
 def _percent(rate: float | None) -> str:

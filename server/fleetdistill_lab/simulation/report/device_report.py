@@ -37,10 +37,8 @@ def device_report(
         traffic: Bytes of the device.
         estimates: Leave-one-out estimates of the devices that have them, by id.
     """
-    trained_cc = done.history.devices[spec.name][-1]
-    fleet_cc = done.history.delivered.get(spec.name)
-    if fleet_cc is None:  # before the end, or it is the model of the last training
-        fleet_cc = done.history.products[spec.name][-1] if done.history.products else trained_cc
+    trained_cc, fleet_cc = _last(done.history, spec.name)
+    top_trained_cc, top_fleet_cc = (None, None) if done.top_k is None else _last(done.top_k, spec.name)
     alone = done.controls.alone.get(spec.name)
     alone_cc = alone[-1].confusion if alone and alone[-1] is not None else None
     exported = done.exports.get(spec.name)
@@ -55,6 +53,9 @@ def device_report(
         own_accuracy_fleet=_own(fleet_cc, samples_1c),
         accuracy_trained=accuracy_or_none(trained_cc),
         own_accuracy_trained=_own(trained_cc, samples_1c),
+        top_k_alone=accuracy_or_none(done.top_k_alone.get(spec.name)) if alone else None,
+        top_k_fleet=accuracy_or_none(top_fleet_cc),
+        top_k_trained=accuracy_or_none(top_trained_cc),
         **traffic._asdict(),
         onnx_file=exported.file if exported else None,
         onnx_max_difference=exported.max_difference if exported else None,
@@ -64,6 +65,14 @@ def device_report(
         leave_one_out=estimates[spec.name].rates if spec.name in estimates else None,
         own_statistics_kept=estimates[spec.name].own_statistics_kept if spec.name in estimates else None,
     )
+
+
+def _last(history: FleetHistory, device: str) -> tuple[Ints | None, Ints | None]:
+    """Returns the confusion matrices of a device's model after its last training, and of the model of its app."""
+    trained_cc, fleet_cc = history.devices[device][-1], history.delivered.get(device)
+    if fleet_cc is None:  # before the end, or it is the model of the last training
+        fleet_cc = history.products[device][-1] if history.products else trained_cc
+    return trained_cc, fleet_cc
 
 
 def _parameters(done: Outcome, spec: DeviceSpec) -> int:

@@ -12,23 +12,29 @@ from collections.abc import Set as AbstractSet
 from functools import cached_property
 from pathlib import Path
 
+from torch import nn
+
 from fleetdistill.deployment.versions import Versions
 from fleetdistill.knowledge import GENERAL
 from fleetdistill.state.files import Files
 from fleetdistill.state.memory import MemoryStorage
+from fleetdistill.state.state_file import unpack_state
 from fleetdistill.training.alone import without_app
+from fleetdistill.training.local_training import as_tensor_data
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_lab.simulation.report.history import FleetHistory, shares_global_model
 from fleetdistill_lab.simulation.report.metrics import accuracy_or_none
 from fleetdistill_lab.simulation.report.outcome import ExportedModel
-from fleetdistill_lab.simulation.spec.compute import Shared, SimulatedCompute
+from fleetdistill_lab.simulation.spec.arrays import load_arrays
+from fleetdistill_lab.simulation.spec.compute import Shared, SimulatedCompute, top_k_counts
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_compute
-from fleetdistill_lab.simulation.spec.score_log import DELIVERED, START, append_scores
+from fleetdistill_lab.simulation.spec.score_log import DELIVERED, GLOBAL, START, append_scores
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.store.round_store import DeviceStates
+from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
 
 
@@ -64,8 +70,7 @@ class FinalModels:
                 if len(compute.delivered_models()) > 1:
                     self._score_variants(spec, files, max(trained[spec.name], default=0))
                 else:
-                    counts = compute.score(compute.unpack_model(delivered))
-                    append_scores(spec.scores_file, spec.name, START, counts.confusion, DELIVERED)
+                    _log(spec, compute, compute.unpack_model(delivered), START, DELIVERED)
 
     def _score_variants(self, spec: DeviceSpec, files: Files, last: int) -> None:
         """Logs the scores of a device's variants under its last training, unless that was scored.
@@ -77,11 +82,9 @@ class FinalModels:
             return
         compute = self._compute(spec, files)
         if spec.validation_file:
-            counts = compute.score(compute.delivered_model())
-            append_scores(spec.scores_file, spec.name, START, counts.confusion, DELIVERED)
+            _log(spec, compute, compute.delivered_model(), START, DELIVERED)
         for name, model in compute.method.variants().items() if is_missing else ():
-            confusion = compute.score(model).confusion
-            append_scores(spec.scores_file, spec.name, last, confusion, "" if name == GENERAL else name)
+            _log(spec, compute, model, last, "" if name == GENERAL else name)
 
     def export(self, spec: DeviceSpec, out: Path, further: Iterable[str]) -> ExportedModel | None:
         """Writes a device's models as ONNX to `onnx` in a folder; returns None if the device has never trained.
@@ -131,6 +134,31 @@ class FinalModels:
         assert state is not None  # checked by the callers
         compute.restore(state, files.load("delivered.safetensors"))
         return compute
+
+
+def _log(spec: DeviceSpec, compute: SimulatedCompute, model: nn.Module, number: int, variant: str) -> None:
+    append_scores(spec.scores_file, spec.name, number, compute.score(model).confusion, variant)
+    if spec.top_k is not None:
+        append_scores(spec.top_k_file, spec.name, number, compute.score_top_k(model).confusion, variant)
+
+
+def log_top_k_of_global_model(store: Store, config: RunConfig, spec: DeviceSpec) -> None:
+    """Logs the top-k score of the global model after the last completed round; needs at least one.
+
+    Args:
+        store: Store of the run.
+        config: Configuration of the run.
+        spec: Any of the run's devices.
+    """
+    run = store.runs.existing(config.run.name)
+    method = build_method(config)
+    method.load_state_dict(unpack_state(store.blobs.get_state(run.checkpoint)))
+    model = method.global_model()
+    if model is None or spec.top_k is None:
+        return
+    data = as_tensor_data(load_arrays(config.evaluation.data), spec.classes)
+    last = max(item.number for item in store.runs.rounds(config.run.name) if item.status is RoundStatus.CLOSED)
+    append_scores(spec.top_k_file, "", last, top_k_counts(model, data, spec.top_k, spec.classes).confusion, GLOBAL)
 
 
 def devices_to_export(wanted: Simulation, specs: Sequence[DeviceSpec], history: FleetHistory) -> list[DeviceSpec]:

@@ -14,7 +14,15 @@ from fleetdistill.methods import config_class, device_class
 from fleetdistill_lab.simulation.report.metrics import Ints
 from fleetdistill_lab.simulation.report.scores import Figures, round_figures
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
-from fleetdistill_lab.simulation.spec.score_log import DELIVERED, PRODUCT, START, after_rounds, read_scores
+from fleetdistill_lab.simulation.spec.score_log import (
+    ALONE,
+    DELIVERED,
+    GLOBAL,
+    PRODUCT,
+    START,
+    after_rounds,
+    read_scores,
+)
 from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
 
@@ -52,7 +60,17 @@ class FleetHistory:
         return [counts[-1] for counts in self.devices.values()]
 
 
-def read_history(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHistory:
+def read_top_k(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHistory | None:
+    """Reads the history of a run's top-k scores; None if its devices have none. The global model has only the last."""
+    return None if specs[0].top_k is None else read_history(store, run, specs, top_k=True)
+
+
+def read_top_k_alone(specs: Sequence[DeviceSpec]) -> dict[str, Ints]:
+    """Returns the confusion matrices of the top-k scores of local-only training, by device."""
+    return {name: of[max(of)] for name, of in read_scores(specs[0].top_k_file).get(ALONE, {}).items()}
+
+
+def read_history(store: Store, run: str, specs: Sequence[DeviceSpec], *, top_k: bool = False) -> FleetHistory:
     """Reads the history of a run from its store and the devices' score logs.
 
     Only scores whose answer has a receipt count: after a late or refused answer a device restores its previous model.
@@ -62,17 +80,21 @@ def read_history(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHi
         store: Store that contains the run.
         run: Name of the run.
         specs: The run's devices.
+        top_k: Whether to read the top-k scores instead.
     """
     trained = rounds_with_receipts(store, run)
     closed = [item for item in store.runs.rounds(run) if item.status is RoundStatus.CLOSED]
     numbers = [item.number for item in closed]
     scored = [specs[0].is_scored(number) for number in numbers[:-1]] + [True] * bool(numbers)
-    scores = read_scores(specs[0].scores_file)
+    scores = read_scores(specs[0].top_k_file if top_k else specs[0].scores_file)
     noted = {spec.name: _with_receipt(scores[""][spec.name], trained[spec.name]) for spec in specs}
     figures = [item.figures for item in closed]
     server = [
         np.array(figure["global_confusion"], np.int64) if "global_confusion" in figure else None for figure in figures
     ]
+    if top_k:
+        of_global = scores.get(GLOBAL, {}).get("", {})
+        server = [of_global.get(number) for number in numbers]
     delivered = {name: of[max(of)] for name, of in scores.get(DELIVERED, {}).items()}
     if shares_global_model(store.runs.existing(run).config["run"]["method"], specs):
         products = {spec.name: server for spec in specs} if specs[0].score_every else {}
@@ -89,7 +111,7 @@ def read_history(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHi
         further={
             name: _in_scored(_further(of, trained, numbers), scored)
             for name, of in sorted(scores.items())
-            if name not in ("", PRODUCT, DELIVERED)
+            if name not in ("", PRODUCT, DELIVERED, ALONE, GLOBAL)
         },
         server=server,
         products=products,

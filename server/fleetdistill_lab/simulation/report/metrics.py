@@ -271,6 +271,35 @@ def fairness_of(accuracies: Sequence[float]) -> Fairness | None:
     )
 
 
+def top_k_predictions(logits_nc: npt.ArrayLike, labels_n: npt.ArrayLike, k: int) -> Ints:
+    """Returns predictions that are correct where the top k classes contain the true class, for `confusion`.
+
+    They do where fewer than k classes have a strictly larger logit than the true class, as in FedDKC's evaluation. The
+    other samples get the class with the largest logit, the lowest one of equals.
+
+    Args:
+        logits_nc: Logits `[n, C]`, finite.
+        labels_n: True classes `[n]`, integers in `[0, C)`.
+        k: At least 1 and below C.
+
+    Raises:
+        ConfigurationError: `k` is out of range; with C or more classes to choose, every prediction is correct.
+    """
+    logits, labels = np.asarray(logits_nc), np.asarray(labels_n, np.int64)
+    check_top_k(k, logits.shape[1])
+    larger = (logits > np.take_along_axis(logits, labels[:, None], axis=1)).sum(axis=1)
+    return np.where(larger < k, labels, logits.argmax(axis=1)).astype(np.int64)
+
+
+def check_top_k(k: int, classes: int) -> None:
+    """Raises ConfigurationError unless `1 <= k < classes`."""
+    if not 1 <= k < classes:
+        raise ConfigurationError(
+            f"top_k is {k}, must be at least 1 and below {classes}, the number of classes: the true class is always "
+            f"among {classes}"
+        )
+
+
 def rounds_to(curve: Sequence[float | None], target: float) -> int | None:
     """Returns the first round, from 1, in which a curve reaches the target, even if it falls again; None if none does.
 

@@ -11,6 +11,7 @@ from fleetdistill_lab.simulation.data.datasets import Dataset
 from fleetdistill_lab.simulation.data.split import Partition
 from fleetdistill_lab.simulation.report.comparison import Cost
 from fleetdistill_lab.simulation.report.history import FleetHistory
+from fleetdistill_lab.simulation.report.metrics import Ints
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.run_config import RunConfig
@@ -25,13 +26,15 @@ class FedAvgControl:
         model: Model of every device.
         settings: FedAvg's settings.
         history: History of the run; device models are those after local training, before the next averaging.
-        cost: Traffic of the run.
+        cost: Cost of the run.
+        top_k: History of the run's top-k scores; None without them.
     """
 
     model: str
     settings: dict[str, Any]
     history: FleetHistory
     cost: Cost
+    top_k: FleetHistory | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ class Outcome:
         specs: The devices.
         history: History of the run.
         controls: Results of the finished controls.
+        top_k: History of the run's top-k scores; None without them.
+        top_k_alone: Confusion matrices of the top-k scores of local-only training, by device.
         exports: Exported models of the devices that have one.
         seconds: Duration since the last start, in seconds, controls included.
         finished: False if the simulation was interrupted.
@@ -90,6 +95,8 @@ class Outcome:
     history: FleetHistory
     controls: Controls
     seconds: float
+    top_k: FleetHistory | None = None
+    top_k_alone: Mapping[str, Ints] = field(default_factory=dict)
     exports: Mapping[str, ExportedModel] = field(default_factory=dict)
     finished: bool = True
 

@@ -119,6 +119,7 @@ def _settings(done: Outcome) -> dict[str, Any]:
         "class_names": list(done.data.classes),
         "proxy_per_class": done.wanted.proxy_per_class or 0,
         "scored": _scored(done),
+        "top_k": done.wanted.top_k,
     }
 
 
@@ -304,11 +305,11 @@ def describe_partition(report: FleetReport) -> str:
 
 def _compare(done: Outcome, samples_jc: Ints, cost: Cost) -> list[Candidate]:
     """Returns the models of the method and, unless the method is FedAvg, of the FedAvg control."""
-    own = candidates(done.wanted.method, done.history, samples_jc, cost)
+    own = candidates(done.wanted.method, done.history, samples_jc, cost, done.top_k)
     fedavg = done.controls.fedavg
     if fedavg is None or done.wanted.method == "fedavg":
         return own
-    return [*own, *candidates("fedavg", fedavg.history, samples_jc, fedavg.cost)]
+    return [*own, *candidates("fedavg", fedavg.history, samples_jc, fedavg.cost, fedavg.top_k)]
 
 
 def _alone_row(done: Outcome, samples_jc: Ints, left_out: AbstractSet[str]) -> list[ComparisonRow]:
@@ -319,7 +320,8 @@ def _alone_row(done: Outcome, samples_jc: Ints, left_out: AbstractSet[str]) -> l
     ]
     has_more = done.wanted.one_exchange or done.wanted.rounds_of_controls > len(history.server)
     took_part = [has_more or any(history.took_part[name]) for name in alone]  # as in `train_fleet_local_only`
-    return [local_only(counts_kr, samples_jc, took_part).row()] if alone else []
+    top_k = [None if name in left_out else done.top_k_alone.get(name) for name in alone]
+    return [local_only(counts_kr, samples_jc, took_part, top_k).row()] if alone else []
 
 
 def _mean_where_known(rates: Sequence[float | None]) -> float | None:

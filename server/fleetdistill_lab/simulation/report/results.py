@@ -29,6 +29,8 @@ class DeviceReport:
         accuracy_trained, own_accuracy_trained: Accuracy after the last local training; fedavg, feddkd and dafkd then
             replace the model by the fleet's. For FedDKD_BN, accuracy of the fleet's layers with the device's
             batch-norm. None if no training was scored.
+        top_k_alone, top_k_fleet, top_k_trained: Top-k accuracies of the models in the accuracies of these names; None
+            without `Simulation.top_k`.
         bytes_up, bytes_down: Bytes to and from the server, tensors and envelopes, uncompressed.
         sent_up, sent_down: Bytes to and from the server on the wire.
         onnx_file: Path of the app's exported model, relative to `out`; None before the run is over, and
@@ -54,6 +56,9 @@ class DeviceReport:
     own_accuracy_fleet: float | None
     accuracy_trained: float | None
     own_accuracy_trained: float | None
+    top_k_alone: float | None
+    top_k_fleet: float | None
+    top_k_trained: float | None
     bytes_up: int
     bytes_down: int
     sent_up: int
@@ -85,6 +90,7 @@ class FleetReport:
         seconds: Duration since the last start, in seconds, controls included.
         scored: What was scored: `models` and `every` as in `Simulation.score` and `score_every`, and the number of
             `rows` for device models of the `test_rows` for the global model.
+        top_k: k of the top-k accuracies; None without them.
         mean_accuracy_alone, mean_accuracy_fleet, mean_accuracy_trained: Means of the devices' fields of these names,
             over the devices that were scored; None if none was.
         mean_own_accuracy_alone, mean_own_accuracy_fleet, mean_own_accuracy_trained, mean_own_accuracy_fedavg_device:
@@ -144,6 +150,7 @@ class FleetReport:
     finished: bool
     seconds: float
     scored: dict[str, Any]
+    top_k: int | None
     mean_accuracy_alone: float | None
     mean_accuracy_fleet: float | None
     mean_accuracy_trained: float | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -22,10 +23,12 @@ from fleetdistill.knowledge import DELIVER, RECEIVED, RESULT, Kind
 from fleetdistill.methods.base import Ask
 from fleetdistill.replacement import SPLIT
 from fleetdistill.training.figures import Counts, place_of
+from fleetdistill.training.local_training import LazyData, TensorData, extract
 from fleetdistill.training.onnx_graphs import Graphs
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill_lab.simulation.report.metrics import confusion, top_k_predictions
 from fleetdistill_lab.simulation.spec.arrays import load_arrays, split_slice
-from fleetdistill_lab.simulation.spec.score_log import OPTIMIZER_STEPS, STEP_NUMBER
+from fleetdistill_lab.simulation.spec.score_log import OPTIMIZER_STEPS, STEP_NUMBER, TOP_K
 
 _MAX_SCORES = 64
 _taken: ContextVar[list[int] | None] = ContextVar("_taken", default=None)
@@ -78,17 +81,25 @@ class SimulatedCompute(TorchCompute):
         contract: The run's contract.
         shared: What the devices of this process share.
         is_scored: Returns whether models are scored after a round, given its number.
+        top_k: k of the top-k accuracy to score besides; None for none.
         given: Arguments of `TorchCompute`.
     """
 
     def __init__(
-        self, contract: contract_pb2.Contract, shared: Shared, is_scored: Callable[[int], bool], **given: Any
+        self,
+        contract: contract_pb2.Contract,
+        shared: Shared,
+        is_scored: Callable[[int], bool],
+        top_k: int | None = None,
+        **given: Any,
     ) -> None:
         super().__init__(contract, **given)
         self._shared = shared
         self.graphs = shared.graphs
         self._is_scored = is_scored
+        self._top_k = top_k
         self._round = 0  # of the ask in progress
+        self._top_scores: dict[str, Counts] = {}  # of the ask in progress, by place
 
     def _describe_model(self, profile: contract_pb2.DeviceProfile) -> None:
         known = self._shared.profiles.get(self._model_name)
@@ -99,7 +110,7 @@ class SimulatedCompute(TorchCompute):
         profile.MergeFrom(known)
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
-        self._round = ask.round
+        self._round, self._top_scores = ask.round, {}
         began = time.perf_counter()
         taken = [0]
         outside = _taken.set(taken)
@@ -109,6 +120,8 @@ class SimulatedCompute(TorchCompute):
             _taken.reset(outside)
             self._shared.asks += 1
             self._shared.seconds += time.perf_counter() - began
+        if self._top_scores:  # only now, so that they are not sent
+            computed = replace(computed, scores={**computed.scores, **self._top_scores})
         if not taken[0]:
             return computed
         notes = {**computed.answer.notes, OPTIMIZER_STEPS: taken[0], STEP_NUMBER: ask.step_number}
@@ -125,7 +138,10 @@ class SimulatedCompute(TorchCompute):
 
     def _score_model(self, name: str, model: nn.Module) -> list[tuple[str, Counts]]:
         if self._is_due(name):
-            return super()._score_model(name, model)
+            scores = super()._score_model(name, model)
+            if self._top_k is not None:
+                self._top_scores[place_of(TOP_K, name)] = self.score_top_k(model)
+            return scores
         return [(place_of(SPLIT, name), self._counts(model, SPLIT))] if SPLIT in self._scored else []
 
     def _counts(self, model: nn.Module, split: str) -> Counts:
@@ -133,13 +149,30 @@ class SimulatedCompute(TorchCompute):
 
     def score(self, model: nn.Module) -> Counts:
         """Returns the counts of a model on the test set."""
-        key, scores = (self._model_name, _digest(model)), self._shared.scores
+        return self._once("", model, lambda: super(SimulatedCompute, self)._counts(model, "test"))
+
+    def score_top_k(self, model: nn.Module) -> Counts:
+        """Returns the counts of a model on the test set with top-k predictions; they have no loss."""
+        assert self._top_k is not None  # checked by the callers
+        k, data = self._top_k, self._scored_tensors["test"]
+        return self._once(TOP_K, model, lambda: top_k_counts(model, data, k, self._classes))
+
+    def _once(self, what: str, model: nn.Module, count: Callable[[], Counts]) -> Counts:
+        key, scores = (f"{what} {self._model_name}", _digest(model)), self._shared.scores
         result = scores.get(key)
         if result is None:
-            result = scores[key] = super()._counts(model, "test")
+            result = scores[key] = count()
             while len(scores) > _MAX_SCORES:
                 scores.popitem(last=False)
         return result
+
+
+def top_k_counts(model: nn.Module, data: TensorData | LazyData, k: int, classes: int) -> Counts:
+    """Returns the counts of a model on data with the predictions of `top_k_predictions`, without a loss."""
+    labels_n = data.labels.numpy(force=True)
+    logits_nc = extract(model, data.inputs).numpy()
+    counts_cc = confusion(labels_n, top_k_predictions(logits_nc, labels_n, k), classes)
+    return Counts(int(counts_cc.trace()), len(labels_n), math.nan, counts_cc)
 
 
 def _digest(model: nn.Module) -> bytes:

@@ -17,7 +17,7 @@ from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state.directory import Storage
 from fleetdistill_lab.simulation.spec.arrays import load_arrays, split_slice
-from fleetdistill_lab.simulation.spec.score_log import OPTIMIZER_STEPS, PRODUCT, append_scores, append_steps
+from fleetdistill_lab.simulation.spec.score_log import OPTIMIZER_STEPS, PRODUCT, TOP_K, append_scores, append_steps
 
 if TYPE_CHECKING:
     from fleetdistill.compute.base import MakeCompute
@@ -45,6 +45,7 @@ class DeviceSpec:
         score_every: Rounds from one score of the device's models on the test set to the next; 0 for no score.
         last_round: Number of the run's last round, which is scored unless `score_every` is 0.
         torch_device: Torch device on which the device trains.
+        top_k: k of the top-k accuracy that is logged beside each score; None for none.
     """
 
     name: str
@@ -62,6 +63,7 @@ class DeviceSpec:
     score_every: int = 1
     last_round: int = 0
     torch_device: str = "cpu"
+    top_k: int | None = None
 
     @property
     def rows(self) -> int:
@@ -73,6 +75,11 @@ class DeviceSpec:
     def scores_file(self) -> Path:
         """Path of the simulation's score log, which its devices share."""
         return Path(self.state_dir).parent / "scores.jsonl"
+
+    @property
+    def top_k_file(self) -> Path:
+        """Path of the log of the scores whose predictions are `metrics.top_k_predictions`, which devices share."""
+        return Path(self.state_dir).parent / "top_k.jsonl"
 
     @property
     def steps_file(self) -> Path:
@@ -116,11 +123,14 @@ def make_device(
         if event.kind != "scored":
             return
         split, _, variant = event.values["split"].partition("/")
-        if split == "test" and variant in (RECEIVED, RESULT):
+        file = {"test": spec.scores_file, TOP_K: spec.top_k_file}.get(split)
+        if file is None:
+            return
+        if variant in (RECEIVED, RESULT):
             completed = event.round - (variant == RECEIVED)  # a received model is the previous round's result
-            append_scores(spec.scores_file, spec.name, completed, event.values["confusion"], PRODUCT)
-        elif split == "test":
-            append_scores(spec.scores_file, spec.name, event.round, event.values["confusion"], variant)
+            append_scores(file, spec.name, completed, event.values["confusion"], PRODUCT)
+        else:
+            append_scores(file, spec.name, event.round, event.values["confusion"], variant)
 
     return Device(
         server=Server(server, run=spec.run),
@@ -177,7 +187,7 @@ def make_compute(spec: DeviceSpec, contract: contract_pb2.Contract, shared: Shar
     known = shared or Shared()
     computes = _computes(spec, known.samples)
     if not spec.attack:
-        return SimulatedCompute(contract, known, spec.is_scored, **computes)
+        return SimulatedCompute(contract, known, spec.is_scored, spec.top_k, **computes)
     inputs, labels = load_arrays(spec.data_file)
     computes["data"] = replace(computes["data"], data=(inputs, flip(spec.attack, labels, spec.classes)))
-    return HostileCompute(contract, spec.attack, known, spec.is_scored, **computes)
+    return HostileCompute(contract, spec.attack, known, spec.is_scored, spec.top_k, **computes)

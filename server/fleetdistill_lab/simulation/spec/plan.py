@@ -191,6 +191,7 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
                 modules=tuple(modules),
                 score_every=wanted.rounds_between_scores if wanted.scores_devices else 0,
                 last_round=wanted.rounds_to_complete,
+                top_k=wanted.top_k,
                 torch_device=torch_device,
             )
         )

@@ -106,6 +106,8 @@ class Simulation:
             None for the rule of `score`. The last round is always scored.
         score_rows: Number of test rows on which device models are scored, drawn once by class; None for the rule of
             `score`.
+        top_k: Number of classes among which the true one counts in the top-k accuracies, which are reported beside
+            accuracies; below the number of classes. None for no such accuracies.
         export: Devices whose models are written as ONNX at the end: `one`, `best`, `all`, `none` or a number.
             `one` of each architecture, `best` for the most accurate one of each, `all` that took part, or the first
             ones that did.
@@ -156,6 +158,7 @@ class Simulation:
     score: Literal["sampled", "devices", "global", "none"] = "sampled"
     score_every: int | None = None
     score_rows: int | None = None
+    top_k: int | None = None
     export: Literal["one", "best", "all", "none"] | int = "one"
     with_alone: bool = True
     with_fedavg: bool = True
