@@ -66,6 +66,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Progress]
     """An experiment that ran undisturbed with two workers, and its progress."""
     folder, seen = tmp_path_factory.mktemp("experiment"), list[Progress]()
     run_experiment(experiment(), folder, workers=2, on_progress=seen.append)
+    assert [one.error for one in seen if one.error] == []
     return folder, seen
 
 
@@ -97,6 +98,8 @@ def test_results_are_those_of_the_reports(done) -> None:
     assert of_run["global"].tolist() == report["global_accuracy_by_round"]
     assert of_run["bytes_up"].tolist() == [sent["up"] for sent in report["bytes_by_round"]]
     assert of_run["seconds"].is_monotonic_increasing
+    assert of_run["exchanges"].tolist() == [1.0, 2.0]
+    assert of_run["steps"].tolist() == [spent["steps"] for spent in report["curves"][0]["spent"]]
     sent = traffic[(traffic["run"] == run) & (traffic["label"] == "FedAvg") & (traffic["direction"] == "up")]
     assert sent["bytes"].sum() == pytest.approx(2 * of_run["bytes_up"].sum())
 

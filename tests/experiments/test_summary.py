@@ -27,7 +27,7 @@ from fleetdistill_lab.experiments.tables import (
 
 
 def row(label: str, model: str, seed: int, accuracy: float | None, nbytes: float = 1000.0) -> ModelRow:
-    return ModelRow(label, seed, model, accuracy, accuracy, nbytes, 2.0 if nbytes else 0.0)
+    return ModelRow(label, seed, model, accuracy, accuracy, nbytes, 2.0 if nbytes else 0.0, 3 + seed)
 
 
 ROWS = [
@@ -60,7 +60,7 @@ def test_lines_have_means_spreads_and_paired_differences() -> None:
     assert (first.difference, first.p) == (None, None)
     assert first.accuracy == pytest.approx(0.6)
     assert first.accuracy_spread == pytest.approx(statistics.stdev([0.5, 0.7]))
-    assert (second.name, second.bytes, second.exchanges) == ("b devices", 4000.0, 2.0)
+    assert (second.name, second.bytes, second.exchanges, second.devices) == ("b devices", 4000.0, 2.0, 3)
     assert second.accuracy == pytest.approx(0.75)
     assert second.difference == pytest.approx(0.15), "of 0.1 and 0.2"
     assert second.difference_spread == pytest.approx(0.005**0.5)

@@ -167,6 +167,7 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     from fleetdistill_lab.experiments.results import open_results
     from fleetdistill_lab.experiments.summary import lines_of
     from fleetdistill_lab.experiments.tables import model_table, rich_table, save_csv
+    from fleetdistill_lab.simulation.report.comparison import devices_lines
 
     with open_results(out) as results:
         rows = results.models("")
@@ -185,6 +186,7 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     view = View({"models": [asdict(line) for line in lines]}, facts)
     said = [
         "Accuracy in %, mean ± standard deviation over seeds; p: paired t test, adjusted by Holm's method.",
+        *devices_lines(lines, first.devices),
         *(f"A control is missing: {CONTROLS[name]}; add --method {name}." for name in missing),
         f"{out}/: compare.csv, compare.png, results.sqlite, parquet/, and runs/ with a folder for each run",
     ]

@@ -122,6 +122,7 @@ def draw_curves(rounds: pandas.DataFrame, metric: str) -> Figure | None:
     known = rounds[rounds[metric].notna()].copy()
     if known.empty:
         return None
+    known["steps"] /= 1e3
     known["kilobytes"] = known.index.map(_bytes_until(rounds)) / 1e3
     xs = [name for name in _AXES if name in known and known[name].notna().any()]
     points, labels = list(dict.fromkeys(known["point"])), list(dict.fromkeys(known["label"]))

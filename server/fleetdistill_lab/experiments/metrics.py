@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+
+from fleetdistill_lab.simulation.report.metrics import rounds_to
 
 __all__ = ["CURVES", "METRICS", "Metric", "Report", "Target", "curve_of", "read_metrics"]
 
@@ -77,10 +79,9 @@ CURVES: Mapping[str, Callable[[Report], list[float | None]]] = {
 """Metrics with a value after each round: of the global model, and of the device models, by name."""
 
 
-def _top(report: Report) -> Mapping[str, Any]:
-    """Returns the comparison's first row: the models that the devices have, or their general variant."""
-    row: Mapping[str, Any] = report["comparison"][0]
-    return row
+def _first(name: str) -> Callable[[Report, Target | None], float | None]:
+    """Reads the comparison's first row: the models that the devices have, or their general variant."""
+    return lambda report, target: report["comparison"][0][name]
 
 
 def _field(name: str) -> Callable[[Report, Target | None], float | None]:
@@ -108,52 +109,55 @@ def _own_trained(report: Report, target: Target | None) -> float | None:
     return rate
 
 
-def _known(curve: Sequence[float | None]) -> list[float]:
-    return [rate for rate in curve if rate is not None]
+def _summary(curve: str, name: str) -> Callable[[Report, Target | None], float | None]:
+    return lambda report, target: report["summaries"][curve][name]
 
 
-def _best_global(report: Report, target: Target | None) -> float | None:
-    return max(_known(report["global_accuracy_by_round"]), default=None)
+def _fairness(name: str) -> Callable[[Report, Target | None], float | None]:
+    """Reads a spread of the own-class accuracies: of the personal models, or of the devices' without those."""
+
+    def read(report: Report, target: Target | None) -> float | None:
+        rows = [row for row in report["comparison"] if row["name"].endswith("personal")] or report["comparison"]
+        spread = rows[0]["own_fairness"]
+        return None if spread is None else float(spread[name])
+
+    return read
 
 
-def _late_global(report: Report, target: Target | None) -> float | None:
-    last = _known(report["global_accuracy_by_round"][-10:])
-    return statistics.mean(last) if last else None
-
-
-def _rounds_to_target(report: Report, target: Target | None) -> int | None:
+def _rounds(report: Report, target: Target | None) -> int | None:
     assert target is not None
-    rates = enumerate(curve_of(report, target.metric), 1)
-    return next((number for number, rate in rates if rate is not None and rate >= target.level), None)
+    return rounds_to(curve_of(report, target.metric), target.level)
 
 
-def _rounds(report: Report, target: Target | None) -> float | None:
-    return _rounds_to_target(report, target)
+def _spent(name: str) -> Callable[[Report, Target | None], float | None]:
+    """Reads a mean over devices that a run had spent when it reached the target."""
+
+    def read(report: Report, target: Target | None) -> float | None:
+        hit = _rounds(report, target)
+        return None if hit is None else float(report["curves"][0]["spent"][hit - 1][name])
+
+    return read
 
 
 def _bytes_to_target(report: Report, target: Target | None) -> float | None:
-    hit = _rounds_to_target(report, target)
+    hit = _rounds(report, target)
     return None if hit is None else sum(item["up"] + item["down"] for item in report["bytes_by_round"][:hit])
 
 
-def _sum_to_target(name: str) -> Callable[[Report, Target | None], float | None]:
-    def read(report: Report, target: Target | None) -> float | None:
-        hit = _rounds_to_target(report, target)
-        return None if hit is None or name not in report else sum(report[name][:hit])
-
-    return read
+def _to_target(
+    title: str, read: Callable[[Report, Target | None], float | None], unit: Literal["bytes", "number"] = "number"
+) -> Metric:
+    return Metric(f"{title} to the target", read, unit, higher_is_better=False, needs_target=True)
 
 
 METRICS: Mapping[str, Metric] = {
     "accuracy": Metric("Accuracy of the devices' models on all classes", _field("mean_accuracy_fleet")),
     "own_accuracy": Metric("Accuracy of the devices' (personal) models on their own classes", _own_accuracy),
     "trained": Metric("Accuracy after local training, on all classes", _field("mean_accuracy_trained")),
-    "own_trained": Metric(
-        "Accuracy after local training, on own classes (personal models if there are any)", _own_trained
-    ),
+    "own_trained": Metric("Accuracy after local training (or of personal models), on own classes", _own_trained),
     "global": Metric("Accuracy of the global model", _score("accuracy", "global")),
-    "global_best": Metric("Accuracy of the global model, best round", _best_global),
-    "global_late": Metric("Accuracy of the global model, mean of the last 10 rounds", _late_global),
+    "global_best": Metric("Accuracy of the global model, best round", _summary("global", "best")),
+    "global_late": Metric("Accuracy of the global model, mean of the last 10 rounds", _summary("global", "last_mean")),
     "c_gen": Metric("C-Gen", _score("accuracy", "c_gen")),
     "c_spec": Metric("C-Spec", _score("accuracy", "c_spec")),
     "c_per": Metric("C-Per", _score("accuracy", "c_per")),
@@ -161,19 +165,18 @@ METRICS: Mapping[str, Metric] = {
     "c_spec_median": Metric("C-Spec, median of the last 20 rounds", _late("c_spec_median")),
     "c_per_median": Metric("C-Per, median of the last 20 rounds", _late("c_per_median")),
     "ua": Metric("Average user accuracy, mean of the last 10 rounds", _late("ua_mean")),
+    "own_worst": Metric("Accuracy on own classes, worst tenth of the devices", _fairness("worst")),
+    "own_jain": Metric("Jain's index of the accuracies on own classes", _fairness("jain")),
+    "top_k": Metric("Top-k accuracy of the devices' models on all classes", _first("top_k")),
     "f1_weighted": Metric("Weighted F1 of the device models on all classes", _score("f1_weighted", "c_gen")),
     "f1_macro": Metric("Macro F1 of the device models on all classes", _score("f1_macro", "c_gen")),
-    "rounds_to_target": Metric("Rounds to the target", _rounds, "number", False, True),
-    "bytes_to_target": Metric("Bytes of a device to the target", _bytes_to_target, "bytes", False, True),
-    "exchanges_to_target": Metric(
-        "Exchanges of a device to the target", _sum_to_target("exchanges_by_round"), "number", False, True
-    ),
-    "steps_to_target": Metric(
-        "Mini-batch steps of a device to the target", _sum_to_target("steps_by_round"), "number", False, True
-    ),
-    "bytes": Metric("Bytes from and to a device", lambda report, target: _top(report)["bytes"], "bytes", False),
-    "exchanges": Metric("Exchanges of a device", lambda report, target: _top(report)["exchanges"], "number", False),
-    "seconds": Metric("Seconds of the run", _field("seconds"), "seconds", False),
+    "rounds_to_target": _to_target("Rounds", _rounds),
+    "bytes_to_target": _to_target("Bytes of a device", _bytes_to_target, "bytes"),
+    "exchanges_to_target": _to_target("Exchanges of a device", _spent("exchanges")),
+    "steps_to_target": _to_target("Mini-batch steps of a device", _spent("steps")),
+    "bytes": Metric("Bytes from and to a device", _first("bytes"), "bytes", higher_is_better=False),
+    "exchanges": Metric("Exchanges of a device", _first("exchanges"), "number", higher_is_better=False),
+    "seconds": Metric("Seconds of the run", _field("seconds"), "seconds", higher_is_better=False),
 }
 """Metrics by the name that a file uses."""
 

@@ -30,6 +30,7 @@ from fleetdistill_lab.experiments.tables import (
     short_table,
     summary_table,
 )
+from fleetdistill_lab.simulation.report.comparison import devices_lines
 from fleetdistill_server.texts import counted, readable_bytes
 
 if TYPE_CHECKING:
@@ -189,7 +190,9 @@ def _metric_sections(
         if rows:
             drawn = lines_of(rows)
             name = f"models{'-' if point else ''}{_slug(point)}"
-            models.tables.append(writer.table(model_table(drawn, point or "All models"), name, rows))
+            over = "; ".join(devices_lines(drawn, results.devices(point)))
+            title = ". ".join(text for text in (point or "All models", over) if text)
+            models.tables.append(writer.table(model_table(drawn, title), name, rows))
             caption = f"Accuracy by bytes {point}".strip()
             models.figures.append(writer.figure(draw_lines(drawn, point), name, caption))
     return [tables, claims, models], short

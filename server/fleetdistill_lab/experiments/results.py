@@ -58,8 +58,11 @@ _TABLES: Mapping[str, tuple[dict[str, type], tuple[str, ...]]] = {
             "model": str,
             "accuracy": float,
             "own_accuracy": float,
+            "top_k": float,
             "bytes": float,
             "exchanges": float,
+            "devices": int,
+            "untrained": int,
         },
         ("run", "model"),
     ),
@@ -70,6 +73,8 @@ _TABLES: Mapping[str, tuple[dict[str, type], tuple[str, ...]]] = {
             **dict.fromkeys(CURVES, float),
             "bytes_up": float,
             "bytes_down": float,
+            "exchanges": float,
+            "steps": float,
             "seconds": float,
         },
         ("run", "round"),
@@ -134,6 +139,8 @@ class ModelRow:
         own_accuracy: The same with classes weighted by each device's samples.
         bytes: Bytes from and to a device in the whole run.
         exchanges: Mean number of a device's exchanges.
+        devices: Number of devices that the means are over.
+        untrained: Number of these that never took part.
     """
 
     label: str
@@ -143,6 +150,8 @@ class ModelRow:
     own_accuracy: float | None
     bytes: float
     exchanges: float
+    devices: int
+    untrained: int = 0
 
 
 class Results:
@@ -280,10 +289,15 @@ class Results:
     def models(self, point: str) -> list[ModelRow]:
         """Returns the models of a grid point's finished cells, in the order of the cells."""
         text = """
-            SELECT label, seed, model, accuracy, own_accuracy, bytes, exchanges
+            SELECT label, seed, model, accuracy, own_accuracy, bytes, exchanges, devices, untrained
             FROM cells JOIN models USING (run) WHERE point = ? ORDER BY cells.rowid, models.rowid
         """
         return [ModelRow(**row) for row in self.database.query(text, [point])]
+
+    def devices(self, point: str) -> int:
+        """Returns the largest number of devices of the finished runs of a grid point."""
+        text = "SELECT MAX(devices) AS devices FROM cells JOIN runs USING (run) WHERE point = ?"
+        return int(next(iter(self.database.query(text, [point])))["devices"] or 0)
 
     def table(self, name: str) -> pandas.DataFrame:
         """Returns a table that has a column `run`, with a row for each cell of a run: its label, point and seed too."""
@@ -336,7 +350,7 @@ def _run_row(cell: Cell, status: str, error: str, seconds: float, report: Report
 
 def _model_row(report: Report, row: Mapping[str, Any]) -> dict[str, Any]:
     name = row["name"].removeprefix(NAMES.get(report["method"], report["method"])).strip()
-    shown = ("accuracy", "own_accuracy", "bytes", "exchanges")
+    shown = ("accuracy", "own_accuracy", "top_k", "bytes", "exchanges", "devices", "untrained")
     return {"model": name or "devices", **{key: row[key] for key in shown}}
 
 
@@ -352,13 +366,15 @@ def _device_row(device: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _round_rows(report: Report, seconds: Sequence[float]) -> Iterator[dict[str, Any]]:
-    curves = {name: curve_of(report, name) for name in CURVES}
+    curves, spent = {name: curve_of(report, name) for name in CURVES}, report["curves"][0]["spent"]
     for at, sent in enumerate(report["bytes_by_round"]):
         yield {
             "round": at + 1,
             **{name: curve[at] if at < len(curve) else None for name, curve in curves.items()},
             "bytes_up": sent["up"],
             "bytes_down": sent["down"],
+            "exchanges": spent[at]["exchanges"],
+            "steps": spent[at]["steps"],
             "seconds": seconds[at] if at < len(seconds) else None,
         }
 

@@ -60,6 +60,8 @@ class Line:
         own_accuracy, own_accuracy_spread: The same with classes weighted by each device's samples.
         bytes: Mean bytes from and to a device in the whole run.
         exchanges: Mean number of a device's exchanges.
+        devices: Number of devices that a seed's means are over; the smallest one of the seeds.
+        untrained: Number of these that never took part; the largest one of the seeds.
         difference, difference_spread: Mean and standard deviation of the paired difference in accuracy from the first
             line; None for the first line.
         p: Two-sided p value of a paired t test of the difference, by Holm's method for the number of lines; None if
@@ -75,6 +77,8 @@ class Line:
     own_accuracy_spread: float | None
     bytes: float
     exchanges: float
+    devices: int
+    untrained: int
     difference: float | None = None
     difference_spread: float | None = None
     p: float | None = None
@@ -105,6 +109,8 @@ def lines_of(rows: Sequence[ModelRow]) -> list[Line]:
                 *mean_and_spread([row.own_accuracy for row in of if row.own_accuracy is not None]),
                 statistics.mean(row.bytes for row in of),
                 statistics.mean(row.exchanges for row in of),
+                min(row.devices for row in of),
+                max(row.untrained for row in of),
                 *mean_and_spread(differences[key] if key != keys[0] else []),
                 p,
             )

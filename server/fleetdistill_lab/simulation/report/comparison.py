@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -337,7 +337,18 @@ def comparison_table(rows: Sequence[ComparisonRow], top_k: int | None = None) ->
     return table
 
 
-def devices_lines(rows: Sequence[ComparisonRow], devices: int) -> list[str]:
+class MeanOverDevices(Protocol):
+    """A row with means over devices; attributes as in `ComparisonRow`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def devices(self) -> int: ...
+    @property
+    def untrained(self) -> int: ...
+
+
+def devices_lines(rows: Sequence[MeanOverDevices], devices: int) -> list[str]:
     """Returns over how many of a fleet's devices the means are, if any is over fewer or over untrained ones."""
     told = [
         f"{row.name} {row.devices}" + (f" ({row.untrained} never took part)" if row.untrained else "")
