@@ -104,6 +104,7 @@ def test_what_a_run_has_spent_by_hand() -> None:
         *(Traffic(0, "a", "down", "", 1, 100, 5, 0), Traffic(1, "a", "up", "", 1, 10, 1, 0)),
         *(Traffic(2, "b", "up", "", 1, 20, 2, 0), Traffic(3, "b", "up", "", 1, 40, 4, 0)),
         *(Traffic(3, "a", "down", "", 1, 200, 6, 0), Traffic(4, "a", "down", "", 1, 400, 7, 0)),
+        Traffic(3, "c", "up", "refused", 0, 0, 0, 50),
     ]
     uploads = [
         *(upload(1, "a", ask=1), upload(1, "b", ask=2), upload(1, "a", ask=3), upload(1, "b", ask=4, data_bytes=0)),
@@ -116,6 +117,7 @@ def test_what_a_run_has_spent_by_hand() -> None:
     bytes_ = ("tensor_bytes_up", "tensor_bytes_down", "envelope_bytes_up", "envelope_bytes_down")
     assert [getattr(first, name) for name in bytes_] == [10, 100, 1, 5]
     assert [getattr(second, name) for name in bytes_] == [70, 300, 7, 11]
+    assert (first.refused_bytes_up, second.refused_bytes_up) == (0, 50)
 
 
 def upload(number: int, device: str, ask: int, step: str = "train", data_bytes: int = 8) -> Upload:

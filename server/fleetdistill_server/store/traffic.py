@@ -12,6 +12,8 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.payload import CHUNK_BYTES, Chunk, Slot
 from fleetdistill.wire.v1 import knowledge_pb2
 
+__all__ = ["REFUSED"]
+
 ENVELOPE = "envelope"
 """Value used instead of a kind for the bytes of payload headers."""
 

@@ -30,6 +30,7 @@ from fleetdistill_lab.simulation.spec.score_log import read_steps
 from fleetdistill_server.store.records import Traffic, Upload
 from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.traffic import REFUSED
 from fleetdistill_server.texts import readable_bytes
 
 if TYPE_CHECKING:
@@ -49,13 +50,14 @@ class Spent:
     """What a run has cost from its start to the end of a round; what short rounds cost is included.
 
     Exchanges and steps are means over the devices that answered in a round, summed over the rounds. Bytes are of all
-    devices, before compression; those of refused and lost answers count, and so do those of check-ins and deliveries.
+    devices. Initial weights and a proxy set count, the final model in the last round; calls without a payload do not.
 
     Attributes:
         exchanges: Answers that contain tensors, each of which replies to what the server sent.
         steps: Steps of a device's optimisers. With one loss for each mini-batch, these are mini-batch steps.
-        tensor_bytes_up, tensor_bytes_down: Bytes of tensors from and to the devices.
+        tensor_bytes_up, tensor_bytes_down: Bytes of tensors from and to the devices, before compression.
         envelope_bytes_up, envelope_bytes_down: Bytes of the headers around them.
+        refused_bytes_up: Bytes of answers that arrived but were not accepted, as sent.
     """
 
     exchanges: float
@@ -64,6 +66,7 @@ class Spent:
     tensor_bytes_down: int
     envelope_bytes_up: int
     envelope_bytes_down: int
+    refused_bytes_up: int
 
 
 def spent_to(curve: Sequence[float | None], spent: Sequence[Spent], target: float) -> Spent | None:
@@ -257,10 +260,14 @@ def local_only(
 def cost_of(store: Store, run: str, specs: Sequence[DeviceSpec]) -> Cost:
     """Computes the cost of a run with these devices."""
     completed = [item.number for item in store.runs.rounds(run) if item.status is RoundStatus.CLOSED]
-    traffic, uploads = store.history.traffic(run), store.asks.uploads(run)
+    uploads = store.asks.uploads(run)
     answered = {upload.ask for upload in uploads if upload.data_bytes}
-    spent = spent_by_round(traffic, uploads, read_steps(specs[0].steps_file), completed)
-    return Cost(bytes_by_round(traffic, completed, len(specs)), len(answered) / len(specs), spent)
+    steps = read_steps(specs[0].steps_file)
+    return Cost(
+        bytes_by_round(store.history.traffic(run), completed, len(specs)),
+        len(answered) / len(specs),
+        spent_by_round(store.history.total_traffic(run), uploads, steps, completed),
+    )
 
 
 def spent_by_round(
@@ -272,7 +279,7 @@ def spent_by_round(
     """Computes what a run has cost until the end of each completed round.
 
     Args:
-        traffic: The run's bytes.
+        traffic: The run's bytes, by kind of part.
         uploads: The run's accepted answers.
         steps: Steps of the optimisers by device and round; those of answers that were not accepted do not count.
         completed: Numbers of the completed rounds, ascending.
@@ -290,6 +297,7 @@ def spent_by_round(
     for direction, part in itertools.product(("up", "down"), ("tensor_bytes", "envelope_bytes")):
         sent = [item for item in traffic if item.direction == direction]
         columns[f"{part}_{direction}"] = [(item.round, getattr(item, part)) for item in sent]
+    columns["refused_bytes_up"] = [(item.round, item.sent_bytes) for item in traffic if item.kind == REFUSED]
     so_far = [itertools.accumulate(_by_completed(values, completed)) for values in columns.values()]
     return [Spent(**dict(zip(columns, row, strict=True))) for row in zip(*so_far, strict=True)]
 
