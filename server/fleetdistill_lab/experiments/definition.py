@@ -310,7 +310,9 @@ def read_experiment(file: Path, scale: str = "") -> Experiment:
     if scale not in scales:
         raise ConfigurationError(f"{file}: {unknown_name('scale', scale, (SCALE, *scales))}")
     usual.check_names()
-    return _make(file, _merge(contents, scales[scale]), scale).without_other_points(usual.points)
+    changes = dict(scales[scale])
+    grid = {**contents.get("grid", {}), **changes.pop("grid", {})}  # an axis is replaced, not merged
+    return _make(file, {**_merge(contents, changes), "grid": grid}, scale).without_other_points(usual.points)
 
 
 def _make(file: Path, contents: Mapping[str, Any], scale: str) -> Experiment:
