@@ -1,7 +1,9 @@
-"""What the site has from outside docs/: the commands, from the code, and files of the repository that pages link to."""
+"""What the site has besides docs/: the commands, from the code, the fields of report.json, from their schema, and files
+of the repository that pages link to."""
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
@@ -23,6 +25,14 @@ OUTSIDE = (
     "deploy/README.md",
 )
 COMMANDS = "<!-- commands -->"
+FIELDS = "<!-- fields -->"
+TYPES = {
+    "string": "text",
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true or false",
+    "null": "null",
+}
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -34,9 +44,11 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Puts the commands in, and makes links between docs/ and the rest of the repository lead within the site."""
+    """Puts in commands and fields; makes links between docs/ and the rest of the repository lead within the site."""
     if COMMANDS in markdown:
         markdown = markdown.replace(COMMANDS, commands())
+    if FIELDS in markdown:
+        markdown = markdown.replace(FIELDS, fields())
     return re.sub(r"\]\(([^)\s:]+)\)", lambda link: f"]({within_site(link[1], page.file.src_uri)})", markdown)
 
 
@@ -58,3 +70,32 @@ def commands() -> str:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     made = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
     return made.split("\n", 1)[1]  # the page has a title of its own
+
+
+def fields() -> str:
+    """The fields of report.json by object, from the JSON Schema; those of the same type and meaning are in one row."""
+    schema = json.loads((ROOT / "docs/reference/report.schema.json").read_text(encoding="utf-8"))
+    lines = []
+    for name, part in {schema["title"]: schema, **schema["$defs"]}.items():
+        lines += [f"## {name}", "", part["description"], "", "| field | type | meaning |", "|---|---|---|"]
+        rows: dict[tuple[str, str], list[str]] = {}
+        for field, one in part["properties"].items():
+            rows.setdefault((type_of(one), one["description"]), []).append(f"`{field}`")
+        lines += [f"| {', '.join(names)} | {kind} | {meaning} |" for (kind, meaning), names in rows.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def type_of(one: dict[str, Any]) -> str:
+    """A field's type, with links to the types of objects."""
+    if "$ref" in one:
+        name = one["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in one:
+        return " or ".join(map(type_of, one["anyOf"]))
+    if one.get("type") not in ("array", "object"):
+        return TYPES.get(one.get("type", ""), "any")
+    kind, content = ("list", one["items"]) if one["type"] == "array" else ("map", one["additionalProperties"])
+    if not isinstance(content, dict):
+        return f"{kind} of any"
+    return f"{kind} of ({type_of(content)})" if "anyOf" in content else f"{kind} of {type_of(content)}"

@@ -47,3 +47,12 @@ def test_the_command_line_and_the_python_api_are_generated(site: Path) -> None:
     interface = (site / "reference/python-api.html").read_text(encoding="utf-8")
     assert 'id="fleetdistill.device.device.Device.run"' in interface
     assert 'id="fleetdistill_server.methods.base.ServerMethod.round"' in interface
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_fields_of_a_report_are_generated(site: Path) -> None:
+    page = (site / "reference/report.html").read_text(encoding="utf-8")
+    assert 'id="devicereport"' in page
+    assert "<code>mean_accuracy_fleet</code>" in page
+    assert (site / "reference/report.schema.json").is_file()

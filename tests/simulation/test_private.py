@@ -46,7 +46,8 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
     assert privacy_lines(report) == [f"Privacy of class statistics with noise: {SENTENCE}"]
     assert f"Privacy of class statistics with noise: {SENTENCE}" in exchange_lines(report, tmp_path)
     assert report_title(report).endswith(f"\nPrivacy of class statistics with noise: {SENTENCE}")
-    noisy = replace(report, privacy={**(report.privacy or {}), "expected_strength": 340.0}, mean_accuracy_alone=0.5)
+    assert report.privacy is not None
+    noisy = replace(report, privacy={**report.privacy, "expected_strength": 340.0}, mean_accuracy_alone=0.5)
     line, warning = privacy_lines(noisy)
     assert line.endswith("against the server; the controls are not private")
     assert warning.startswith("the strength of the fleet's statistics is 340, below 350: expect 7 to 21 points less")

@@ -18,8 +18,8 @@ from fleetdistill.errors import KnowledgeError
 from fleetdistill.training.local_training import evaluate
 from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.report.comparison import bytes_by_round
-from fleetdistill_lab.simulation.report.metrics import accuracy, confusion, fleet_scores
-from fleetdistill_lab.simulation.report.scores import SCORES, fleet_figures, in_class_mix, late_figures
+from fleetdistill_lab.simulation.report.metrics import accuracy, confusion, f1_macro, f1_weighted, fleet_scores
+from fleetdistill_lab.simulation.report.scores import fleet_figures, in_class_mix, late_figures
 from fleetdistill_lab.simulation.show import fedavg_lines, global_lines
 from fleetdistill_lab.simulation.spec.score_log import START, after_rounds, append_scores, read_scores
 from fleetdistill_lab.simulation.spec.settings import Simulation
@@ -58,8 +58,8 @@ def test_figures_without_pair_matrices_equal_those_with_them(counts_kcc: Any, sa
     counts_kcc[2] = counts_kcc[2][:, ::-1]
     pairs = [in_class_mix(counts_cc, samples_jc) for counts_cc in counts_kcc]
     server = in_class_mix(counts_kcc[0], samples_jc)
-    figures = fleet_figures(list(counts_kcc), samples_jc, counts_kcc[0])
-    for name, score in SCORES.items():
+    figures: Any = fleet_figures(list(counts_kcc), samples_jc, counts_kcc[0])
+    for name, score in {"accuracy": accuracy, "f1_weighted": f1_weighted, "f1_macro": f1_macro}.items():
         expected = fleet_scores(pairs, server, score)
         result = [figures[name][item] for item in ("global", "c_gen", "c_spec", "c_spec_samples", "c_per")]
         known = [np.nan if item is None else item for item in result]
@@ -86,7 +86,8 @@ def test_a_class_without_test_rows_counts_for_nothing() -> None:
     samples=hnp.arrays(np.int64, (2, 3), elements=st.integers(0, 50)),
 )
 def test_every_figure_is_a_rate_or_absent(counts: Any, samples: Any) -> None:
-    for figures in fleet_figures([counts, counts], samples, counts).values():
+    by_score: Any = fleet_figures([counts, counts], samples, counts)
+    for figures in by_score.values():
         assert all(value is None or 0 <= value <= 1 + 1e-12 for value in figures.values())
         assert json.loads(json.dumps(figures, allow_nan=False)) == figures
 
@@ -134,7 +135,7 @@ def test_medians_are_over_exactly_the_last_20_rounds(rounds: int) -> None:
     """Round k has the figure k / 100: of rounds 21 to 40 the median is 0.305, of all 19 it is 0.1."""
     by_round: Any = [{"c_gen": k / 100, "c_spec": k / 100, "c_per": k / 100} for k in range(1, rounds + 1)]
     expected = {19: 0.1, 20: 0.105, 21: 0.115, 40: 0.305}[rounds]
-    late = late_figures(by_round)
+    late: Any = late_figures(by_round)
     assert [late[f"{name}_median"] for name in ("c_gen", "c_spec", "c_per")] == pytest.approx([expected] * 3)
     assert late["ua_mean"] == pytest.approx((2 * rounds - 9) / 200)  # over the last 10
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from typing_extensions import TypedDict
 
 from fleetdistill.knowledge import DELIVER, GENERAL
 from fleetdistill_lab.simulation.report.history import FleetHistory
@@ -75,19 +76,30 @@ def spent_to(curve: Sequence[float | None], spent: Sequence[Spent], target: floa
     return None if number is None else spent[number - 1]
 
 
+class RoundBytes(TypedDict):
+    """Bytes of one round, tensors and envelopes, uncompressed, mean over all devices.
+
+    Attributes:
+        up: Bytes from a device.
+        down: Bytes to a device.
+    """
+
+    up: float
+    down: float
+
+
 @dataclass(frozen=True)
 class Cost:
     """Cost of a run per device.
 
     Attributes:
-        bytes_by_round: For each completed round, bytes from (`up`) and to (`down`) a device; see
-            `FleetReport.bytes_by_round`.
+        bytes_by_round: Bytes of each completed round; see `FleetReport.bytes_by_round`.
         exchanges: Mean number of a device's answers that contain tensors, in the whole run, over all devices; answers
             without tensors only acknowledge a delivery.
         spent: What the run has cost until the end of each completed round.
     """
 
-    bytes_by_round: list[dict[str, float]]
+    bytes_by_round: list[RoundBytes]
     exchanges: float
     spent: list[Spent] = field(default_factory=list)
 
@@ -107,11 +119,11 @@ class ComparisonRow:
     """One row of the comparison.
 
     Attributes:
-        name: Name of the method and of its model or variant.
+        name: What is compared: training alone, the method's variants and global model, and those of FedAvg.
         accuracy: Mean accuracy over the devices on the global test set, in [0, 1]; None if it could not be scored.
         own_accuracy: Mean accuracy with classes weighted by each device's samples.
         bytes: Bytes from and to a device in the whole run.
-        exchanges: Number of exchanges of knowledge with the server in the whole run; see `Cost`.
+        exchanges: Mean number of a device's answers that contain tensors, in the whole run.
         devices: Number of devices that the means are over, which are those that were scored.
         untrained: Number of these devices that never took part, so that their models are those of before the run, or
             what the method sends to such a device.
@@ -302,7 +314,7 @@ def spent_by_round(
     return [Spent(**dict(zip(columns, row, strict=True))) for row in zip(*so_far, strict=True)]
 
 
-def bytes_by_round(traffic: Sequence[Traffic], completed: Sequence[int], devices: int) -> list[dict[str, float]]:
+def bytes_by_round(traffic: Sequence[Traffic], completed: Sequence[int], devices: int) -> list[RoundBytes]:
     """Computes `FleetReport.bytes_by_round`; `completed` has the numbers of the completed rounds, ascending."""
     up, down = (
         _by_completed([(sent.round, sent.uncompressed_bytes) for sent in traffic if sent.direction == one], completed)

@@ -10,7 +10,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_lab.simulation.report.history import FleetHistory
 from fleetdistill_lab.simulation.report.metrics import Ints, accuracy, accuracy_or_none
 from fleetdistill_lab.simulation.report.outcome import Outcome
-from fleetdistill_lab.simulation.report.results import DeviceReport
+from fleetdistill_lab.simulation.report.results import DeviceReport, VariantRates
 from fleetdistill_lab.simulation.report.scores import in_class_mix
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
 from fleetdistill_server.views.expected import Expected
@@ -83,9 +83,9 @@ def _parameters(done: Outcome, spec: DeviceSpec) -> int:
     return contract_pb2.DeviceProfile.FromString(known.profile).parameters
 
 
-def _further(history: FleetHistory, device: str, samples_1c: Ints) -> dict[str, dict[str, float]]:
+def _further(history: FleetHistory, device: str, samples_1c: Ints) -> dict[str, VariantRates]:
     """Returns the figures of a device's further variants."""
-    result = {}
+    result: dict[str, VariantRates] = {}
     for variant, of in history.further.items():
         counts_cc = of[device][-1] if device in of else None
         if counts_cc is not None:

@@ -30,7 +30,14 @@ from fleetdistill_lab.simulation.report.history import FleetHistory
 from fleetdistill_lab.simulation.report.metrics import Ints, accuracy_or_none
 from fleetdistill_lab.simulation.report.outcome import Controls, FedAvgControl, Outcome
 from fleetdistill_lab.simulation.report.plots import save_report_figure
-from fleetdistill_lab.simulation.report.results import DeviceReport, FleetReport
+from fleetdistill_lab.simulation.report.results import (
+    DeviceReport,
+    FleetReport,
+    PrivacyReport,
+    Scored,
+    TrafficRow,
+    VariantRates,
+)
 from fleetdistill_lab.simulation.report.scores import FleetFigures, fleet_figures, late_figures, summaries
 from fleetdistill_lab.simulation.report.simulated_time import simulated_times
 from fleetdistill_server.store.run_figures import RoundFigures, round_figures
@@ -97,9 +104,19 @@ def _bytes_by_device(store: Store, run: str) -> dict[str, DeviceBytes]:
     return result
 
 
-def _total_traffic(store: Store, run: str) -> list[dict[str, Any]]:
-    rows = [asdict(sent) for sent in store.history.total_traffic(run)]
-    return [{name: value for name, value in row.items() if name != "device"} for row in rows]
+def _total_traffic(store: Store, run: str) -> list[TrafficRow]:
+    return [
+        {
+            "round": sent.round,
+            "direction": sent.direction,
+            "kind": sent.kind,
+            "payloads": sent.payloads,
+            "tensor_bytes": sent.tensor_bytes,
+            "envelope_bytes": sent.envelope_bytes,
+            "sent_bytes": sent.sent_bytes,
+        }
+        for sent in store.history.total_traffic(run)
+    ]
 
 
 def _settings(done: Outcome) -> dict[str, Any]:
@@ -123,7 +140,7 @@ def _settings(done: Outcome) -> dict[str, Any]:
     }
 
 
-def _scored(done: Outcome) -> dict[str, Any]:
+def _scored(done: Outcome) -> Scored:
     """Returns what was scored, for `FleetReport.scored`."""
     rows = len(done.data.test_labels)
     return {
@@ -134,11 +151,17 @@ def _scored(done: Outcome) -> dict[str, Any]:
     }
 
 
-def _privacy(guarantee: Guarantee | None, devices: Sequence[DeviceReport]) -> dict[str, Any] | None:
+def _privacy(guarantee: Guarantee | None, devices: Sequence[DeviceReport]) -> PrivacyReport | None:
     if guarantee is None:
         return None
     result = strength(statistics.mean(device.samples for device in devices), [guarantee.mu] * len(devices))
-    return {**asdict(guarantee), "sentence": guarantee.sentence, "expected_strength": round(result, 1)}
+    return {
+        "epsilon": guarantee.epsilon,
+        "delta": guarantee.delta,
+        "exact": guarantee.exact,
+        "sentence": guarantee.sentence,
+        "expected_strength": round(result, 1),
+    }
 
 
 def _mean_accuracies(
@@ -329,14 +352,15 @@ def _mean_where_known(rates: Sequence[float | None]) -> float | None:
     return statistics.mean(known) if known else None
 
 
-def _mean_further(devices: Sequence[DeviceReport]) -> dict[str, dict[str, float]]:
+def _mean_further(devices: Sequence[DeviceReport]) -> dict[str, VariantRates]:
     names = dict.fromkeys(variant for device in devices for variant in device.further)
+    rates = {name: [device.further[name] for device in devices if name in device.further] for name in names}
     return {
-        variant: {
-            figure: statistics.mean(device.further[variant][figure] for device in devices if variant in device.further)
-            for figure in ("accuracy", "own_accuracy")
+        name: {
+            "accuracy": statistics.mean(one["accuracy"] for one in of),
+            "own_accuracy": statistics.mean(one["own_accuracy"] for one in of),
         }
-        for variant in names
+        for name, of in rates.items()
     }
 
 

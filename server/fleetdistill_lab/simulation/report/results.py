@@ -2,13 +2,82 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from fleetdistill_lab.simulation.report.comparison import ComparisonRow, Curve
+from typing_extensions import TypedDict
+
+from fleetdistill_lab.simulation.report.comparison import ComparisonRow, Curve, RoundBytes
 from fleetdistill_lab.simulation.report.metrics import CurveSummary
-from fleetdistill_lab.simulation.report.scores import Figures, FleetFigures
+from fleetdistill_lab.simulation.report.scores import Figures, FleetFigures, LateFigures
 from fleetdistill_lab.simulation.report.simulated_time import SimulatedTimes
+
+
+class VariantRates(TypedDict):
+    """Accuracies of a further variant.
+
+    Attributes:
+        accuracy: Accuracy on all classes.
+        own_accuracy: Accuracy with classes weighted by the device's share of training samples.
+    """
+
+    accuracy: float
+    own_accuracy: float
+
+
+class Scored(TypedDict):
+    """What was scored on the test set.
+
+    Attributes:
+        models: Models that were scored, as in `Simulation.score`.
+        every: Rounds from one score to the next, as in `Simulation.score_every`.
+        rows: Number of test rows for device models; 0 if they are not scored.
+        test_rows: Number of test rows for the global model, which are all.
+    """
+
+    models: str
+    every: int
+    rows: int
+    test_rows: int
+
+
+class TrafficRow(TypedDict):
+    """Bytes of all devices in one round, direction and kind of part.
+
+    Attributes:
+        round: Number of the round; 0 for what was sent before the first one.
+        direction: `up` from the devices, or `down` to them.
+        kind: Kind of part, `envelope` for headers.
+        payloads: Number of payloads.
+        tensor_bytes: Bytes of tensors before compression.
+        envelope_bytes: Bytes of headers before compression.
+        sent_bytes: Bytes on the wire.
+    """
+
+    round: int
+    direction: str
+    kind: str
+    payloads: int
+    tensor_bytes: int
+    envelope_bytes: int
+    sent_bytes: int
+
+
+class PrivacyReport(TypedDict):
+    """Differential privacy of a private run.
+
+    Attributes:
+        epsilon, delta: Guarantee for each row of each device.
+        exact: Whether the noise is discrete Gaussian.
+        sentence: What epsilon means.
+        expected_strength: R of the fleet's statistics if every device had the mean number of samples.
+    """
+
+    epsilon: float
+    delta: float
+    exact: bool
+    sentence: str
+    expected_strength: float
 
 
 @dataclass(frozen=True)
@@ -38,7 +107,7 @@ class DeviceReport:
         onnx_max_difference: Largest absolute difference between onnxruntime's and PyTorch's logits over all exported
             files; None without a file.
         onnx_answers: For each variant, `general` first, the path of its file; empty for a single model.
-        further: For each further variant, such as classstats' `personal`, its `accuracy` and `own_accuracy`.
+        further: Accuracies of each further variant, such as classstats' `personal`, by its name.
         samples_by_class: Number of training samples of each class, in label order.
         leave_one_out: For each variant, the estimated accuracy on unseen data with the device's class mix, by
             leave-one-out on the training samples; None for methods without this estimate.
@@ -66,7 +135,7 @@ class DeviceReport:
     onnx_file: str | None
     onnx_max_difference: float | None
     onnx_answers: dict[str, str]
-    further: dict[str, dict[str, float]]
+    further: dict[str, VariantRates]
     samples_by_class: list[int]
     leave_one_out: dict[str, float] | None
     own_statistics_kept: bool | None
@@ -77,50 +146,60 @@ class FleetReport:
     """Results of a simulation, the contents of report.json.
 
     Accuracies are in [0, 1] on the global test set; figures without `by_round` are those after the last completed
-    round.
+    round. A figure is None without what it is about: a control, a global model, or a score.
 
     Attributes:
-        method, settings: Name and settings of the method.
-        link: `memory` or `grpc`.
+        schema_version: Version of the fields. It rises when a field is removed or renamed, or when its type or meaning
+            changes, and not with a new field.
+        method: Name of the method.
+        settings: Settings of the method.
+        link: Link to the devices, `memory` or `grpc`.
         dataset: Name of the data set.
-        partition, partition_parameters: Partition of the data over devices and its parameters.
+        partition: Name of the partition of the data over devices.
+        partition_parameters: Parameters of the partition.
         seed: Seed of the simulation.
-        rounds, completed_rounds: Number of requested and of completed rounds.
-        finished: False if the simulation was interrupted; unfinished controls and exported models are then missing.
+        rounds: Number of requested rounds.
+        completed_rounds: Number of completed rounds.
+        finished: False if the simulation was interrupted, as by Ctrl-C; unfinished controls and exported models are
+            then missing.
         seconds: Duration since the last start, in seconds, controls included.
-        scored: What was scored: `models` and `every` as in `Simulation.score` and `score_every`, and the number of
-            `rows` for device models of the `test_rows` for the global model.
-        top_k: k of the top-k accuracies; None without them.
-        mean_accuracy_alone, mean_accuracy_fleet, mean_accuracy_trained: Means of the devices' fields of these names,
-            over the devices that were scored; None if none was.
+        scored: What was scored.
+        top_k: k of the top-k accuracies, `Simulation.top_k`; None without them.
+        mean_accuracy_alone: Mean over the devices that were scored, trained without the fleet.
+        mean_accuracy_fleet: Mean over the same devices, of the model that each has at the end, which with methods that
+            average models is the global one; None if none was scored.
+        mean_accuracy_trained: Mean over the same devices, of their models after the last own training.
         mean_own_accuracy_alone, mean_own_accuracy_fleet, mean_own_accuracy_trained, mean_own_accuracy_fedavg_device:
-            Mean own-class accuracies over the devices with samples of a class of the test set; None if there are none.
-            All but `fleet` are C-Spec in accuracy.
+            Means with classes weighted by each device's share of training samples, over the devices with samples of a
+            class of the test set; None if there are none. All but `fleet` are C-Spec in accuracy.
         mean_accuracy_fedavg_global: Accuracy of FedAvg's global model.
         mean_accuracy_fedavg_device: Mean accuracy of FedAvg's device models after local training.
         fedavg_model: Model of every device in the FedAvg control, the largest of the fleet's.
         fedavg_settings: Settings of the FedAvg control.
-        scores: CDKT-FL's figures of `fleet`, `alone` and `fedavg`; see `scores.fleet_figures`.
+        scores: CDKT-FL's figures of the `fleet` and of the controls `alone` and `fedavg`.
         figures_by_round: CDKT-FL's figures of the fleet after each round, in accuracy, for device models as in
             `accuracy_trained`.
-        late: Figures over the last rounds that papers report, in accuracy; see `scores.late_figures`.
+        late: Figures over the last rounds that papers report.
         summaries: For each of `figures_by_round`, its final and best value and its last rounds.
-        further: For each further variant, the mean `accuracy` and `own_accuracy` over the devices that have it.
-        bytes_by_round: For each completed round, bytes from (`up`) and to (`down`) a device, tensors and envelopes,
-            mean over all devices. Traffic of short rounds, initial weights and the proxy set count in the next
-            completed round, and delivery of the final result in the last round, so that the sum is the total.
-        traffic: Bytes of all devices by round, direction and kind of part, uncompressed and on the wire
-            (`sent_bytes`); headers have the kind "envelope".
-        acknowledged_uploads, used_uploads, reported_uploads, refused_uploads: Number of answers with a receipt, of
-            those that a round used, of those reported as lost, and of refused uploads.
-        hostile, attack: Number of hostile devices, the first ones, and their attack.
-        named: For each device that the server reported as suspicious, the kinds of the events; see `suspects.named`.
+        further: For each further variant, such as classstats' `personal`, the means over the devices that have it.
+        bytes_by_round: Bytes of each completed round. Traffic of short rounds, initial weights and the proxy set count
+            in the next completed round, and delivery of the final result in the last round, so that the sum is the
+            total.
+        traffic: Bytes of all devices by round, direction and kind of part.
+        acknowledged_uploads: Number of uploads with a receipt.
+        used_uploads: Number of those that a round's result contains.
+        reported_uploads: Number of those reported as lost, with a reason.
+        refused_uploads: Number of refused uploads.
+        hostile: Number of hostile devices, which are the first ones.
+        attack: What the hostile devices do; empty without any.
+        named: For each device that the server reported as suspicious, the kinds of the events.
         guards_fired: Number of times that a guard of the method fired.
         models_kept, models_replaced: Number of times that apps kept or replaced their model; 0 without
             `validation_share`.
         devices: Results of the devices.
         accuracy_by_round: For each device, the accuracy of its model after local training; None for rounds that
-            `scored` leaves out, and before the device's first score. So for all fields of devices by round.
+            `scored` leaves out, and before the device's first score. A device that a scored round did not draw has its
+            last score. So for all fields of devices by round.
         delivered_accuracy_by_round: For each device, the accuracy of the model that it would receive after each
             round; empty for methods whose devices keep the models in `accuracy_by_round`.
         further_accuracy_by_round: For each further variant and device, its accuracy; None before the device had it.
@@ -129,15 +208,14 @@ class FleetReport:
         class_names: Class names, in label order.
         proxy_per_class: Number of training images per class in the proxy set.
         control_rounds: Number of rounds of the controls.
-        leave_one_out: Like `DeviceReport.leave_one_out`, over the samples of all devices.
-        comparison: Local-only training, the method and FedAvg, by variant; see `comparison.ComparisonRow`.
-        curves: Accuracies of the method and FedAvg by bytes; see `comparison.Curve`.
-        simulated_time: Simulated seconds, rounds and devices in simulated time; None without it. See
-            `simulated_time.SimulatedTimes`.
-        privacy: `epsilon`, `delta` and `exact` of a private run, `sentence`, their meaning, and `expected_strength`,
-            R of the fleet's statistics if every device had the mean number of samples; None for other runs.
+        leave_one_out: Like the devices' `leave_one_out`, over the samples of all devices.
+        comparison: Local-only training, the method and FedAvg, by variant.
+        curves: Accuracies of the method and FedAvg by bytes.
+        simulated_time: Simulated seconds, rounds and devices in simulated time; None without it.
+        privacy: Differential privacy of a private run; None for other runs.
     """
 
+    schema_version: Literal[1] = field(default=1, init=False)
     method: str
     settings: dict[str, Any]
     link: str
@@ -149,7 +227,7 @@ class FleetReport:
     completed_rounds: int
     finished: bool
     seconds: float
-    scored: dict[str, Any]
+    scored: Scored
     top_k: int | None
     mean_accuracy_alone: float | None
     mean_accuracy_fleet: float | None
@@ -164,11 +242,11 @@ class FleetReport:
     fedavg_settings: dict[str, Any] | None
     scores: dict[str, FleetFigures]
     figures_by_round: list[Figures]
-    late: Figures
+    late: LateFigures
     summaries: dict[str, CurveSummary]
-    further: dict[str, dict[str, float]]
-    bytes_by_round: list[dict[str, float]]
-    traffic: list[dict[str, Any]]
+    further: dict[str, VariantRates]
+    bytes_by_round: list[RoundBytes]
+    traffic: list[TrafficRow]
     acknowledged_uploads: int
     used_uploads: int
     reported_uploads: int
@@ -192,4 +270,4 @@ class FleetReport:
     comparison: list[ComparisonRow]
     curves: list[Curve]
     simulated_time: SimulatedTimes | None
-    privacy: dict[str, Any] | None
+    privacy: PrivacyReport | None

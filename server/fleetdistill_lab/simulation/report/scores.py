@@ -8,10 +8,11 @@ samples. A device that did not take part in a round is scored with its latest mo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import overload
 
 import numpy as np
+from typing_extensions import TypedDict  # pydantic reads those of typing from Python 3.12 only
 
 from fleetdistill_lab.simulation.report.metrics import (
     Cells,
@@ -28,14 +29,53 @@ from fleetdistill_lab.simulation.report.metrics import (
     summarize,
 )
 
-SCORES: Mapping[str, Score] = {"accuracy": accuracy, "f1_weighted": f1_weighted, "f1_macro": f1_macro}
-_FIGURES = ("global", "c_gen", "c_spec", "c_spec_samples", "c_per")
+Figures = TypedDict(
+    "Figures",
+    {
+        "global": float | None,
+        "c_gen": float | None,
+        "c_spec": float | None,
+        "c_spec_samples": float | None,
+        "c_per": float | None,
+    },
+)
+Figures.__doc__ = """CDKT-FL's figures of one round, in [0, 1]; None without such a model.
 
-Figures = dict[str, float | None]
-"""Maps `global`, `c_gen`, `c_spec` (mean over devices), `c_spec_samples` (over samples) and `c_per` to rates in [0, 1];
-None without such a model."""
-FleetFigures = dict[str, Figures]
-"""Maps the name of each score to the figures of one round."""
+Attributes:
+    global: Score of the global model.
+    c_gen: C-Gen, mean score of the device models on all classes.
+    c_spec: C-Spec, mean score of the device models on their own classes.
+    c_spec_samples: The same, over all samples together.
+    c_per: C-Per, mean of C-Gen and C-Spec.
+"""
+
+
+class FleetFigures(TypedDict):
+    """CDKT-FL's figures of one round for every score.
+
+    Attributes:
+        accuracy, f1_weighted, f1_macro: Figures in accuracy, in F1 as the mean over the classes weighted by their
+            samples, and in F1 as the mean over the classes that are present or predicted.
+    """
+
+    accuracy: Figures
+    f1_weighted: Figures
+    f1_macro: Figures
+
+
+class LateFigures(TypedDict):
+    """Figures over the last rounds that papers report, in accuracy; all rounds count if there are fewer.
+
+    Attributes:
+        c_gen_median, c_spec_median, c_per_median: CDKT-FL's medians of these figures over the last 20 rounds; None if
+            one of all rounds has no such figure.
+        ua_mean: FedD2S's average UA, the mean of C-Spec over the last 10 rounds; None if one of them has no C-Spec.
+    """
+
+    c_gen_median: float | None
+    c_spec_median: float | None
+    c_per_median: float | None
+    ua_mean: float | None
 
 
 def in_class_mix(counts_cc: Ints, samples_jc: Ints) -> Cells:
@@ -68,7 +108,11 @@ def fleet_figures(device_kcc: Sequence[Ints | None], samples_jc: Ints, server_cc
         server_cc: Confusion matrix of the global model; None without one.
     """
     parts = _on_all_parts(device_kcc, samples_jc, server_cc)
-    return {name: _figures(*parts, score) for name, score in SCORES.items()}
+    return {
+        "accuracy": _figures(*parts, accuracy),
+        "f1_weighted": _figures(*parts, f1_weighted),
+        "f1_macro": _figures(*parts, f1_macro),
+    }
 
 
 def round_figures(device_kcc: Sequence[Ints | None], samples_jc: Ints, server_cc: Ints | None) -> Figures:
@@ -122,33 +166,42 @@ def margins_in_mix(counts_cc: Ints, samples_jc: Ints) -> Margins:
 
 def _figures(counts_kjcc: Sequence[Margins], server_jcc: Margins | None, score: Score) -> Figures:
     if not counts_kjcc:
-        return {**dict.fromkeys(_FIGURES), "global": None if server_jcc is None else global_score(server_jcc, score)}
+        server = None if server_jcc is None else global_score(server_jcc, score)
+        return {"global": server, "c_gen": None, "c_spec": None, "c_spec_samples": None, "c_per": None}
     result = fleet_scores(counts_kjcc, server_jcc, score)
-    figures = {
-        "global": result.global_,
-        "c_gen": result.c_gen,
-        "c_spec": result.c_spec,
-        "c_spec_samples": result.c_spec_samples,
-        "c_per": result.c_per,
+    return {
+        "global": _or_none(result.global_),
+        "c_gen": _or_none(result.c_gen),
+        "c_spec": _or_none(result.c_spec),
+        "c_spec_samples": _or_none(result.c_spec_samples),
+        "c_per": _or_none(result.c_per),
     }
-    return {name: None if math.isnan(value) else value for name, value in figures.items()}
+
+
+def _or_none(rate: float) -> float | None:
+    return None if math.isnan(rate) else rate
 
 
 def summaries(by_round: Sequence[Figures]) -> dict[str, CurveSummary]:
     """Returns the summary of each figure over all rounds, by the figure's name; arguments as in `late_figures`."""
-    return {name: summarize([figures[name] for figures in by_round]) for name in _FIGURES}
+    return {name: summarize(_curve(by_round, name)) for name in Figures.__annotations__}
 
 
-def late_figures(by_round: Sequence[Figures]) -> Figures:
+def _curve(by_round: Sequence[Figures], name: str) -> list[float | None]:
+    rates: list[float | None] = [figures[name] for figures in by_round]  # type: ignore[literal-required]
+    return rates
+
+
+def late_figures(by_round: Sequence[Figures]) -> LateFigures:
     """Returns the figures over the last rounds that papers report: FedD2S's average UA and CDKT-FL's medians.
 
     Args:
         by_round: Figures of every completed round, computed from accuracy, in order; at least one.
-
-    Returns:
-        `ua_mean`, the mean of C-Spec over the last 10 rounds; `c_gen_median`, `c_spec_median` and `c_per_median` over
-        the last 20 rounds. All rounds count if there are fewer. None unless all of these rounds are known.
     """
-    of = {name: summarize([figures[name] for figures in by_round]) for name in ("c_gen", "c_spec", "c_per")}
-    medians = {f"{name}_median": None if one.box is None else one.box.median for name, one in of.items()}
-    return {**medians, "ua_mean": of["c_spec"].last_mean}
+    c_gen, c_spec, c_per = (summarize(_curve(by_round, name)) for name in ("c_gen", "c_spec", "c_per"))
+    return {
+        "c_gen_median": None if c_gen.box is None else c_gen.box.median,
+        "c_spec_median": None if c_spec.box is None else c_spec.box.median,
+        "c_per_median": None if c_per.box is None else c_per.box.median,
+        "ua_mean": c_spec.last_mean,
+    }

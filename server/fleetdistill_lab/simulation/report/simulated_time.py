@@ -30,8 +30,10 @@ class SimulatedRound:
     """A round in simulated time.
 
     Attributes:
-        round, status: Number of the round, and `closed`, `short` or `open`.
-        started, ended: Seconds after the simulation's start; the end of an open round is None.
+        round: Number of the round.
+        status: `closed`, `short` or `open`.
+        started: Start in seconds after the simulation's start.
+        ended: End in seconds after the simulation's start; None for an open round.
         asked, answered: Number of devices that were asked, and of those that answered every ask.
         late, dropped, declined, not_needed: Devices that missed a deadline; that left or lost contact; that declined;
             and whose answer was not waited for, because enough others had answered.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill_lab.simulation.report.results import DeviceReport, FleetReport
+from fleetdistill_lab.simulation.report.results import DeviceReport, FleetReport, VariantRates
 from fleetdistill_server.texts import readable_bytes
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _mean_cells(report: FleetReport) -> dict[str, str]:
 
 
 _Cells = Mapping[str, str]
-_Further = Mapping[str, Mapping[str, float]]
+_Further = Mapping[str, VariantRates]
 
 
 def _table(report: FleetReport, names: Sequence[str], rows: Sequence[tuple[_Cells, _Further]], mean: _Cells) -> Table:
