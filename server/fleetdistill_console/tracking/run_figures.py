@@ -151,5 +151,9 @@ def _points(curves: Sequence[tuple[dict[str, Any], str]], rounds: Sequence[int] 
 
 
 def _files(out: Path) -> dict[str, Path]:
-    wanted = [out / "report.json", out / "fleet.png", *sorted((out / "onnx").rglob("*.onnx"))]
+    wanted = [
+        out / "report.json",
+        *(out / f"fleet.{kind}" for kind in ("png", "pdf", "svg")),
+        *sorted((out / "onnx").rglob("*.onnx")),
+    ]
     return {path.relative_to(out).as_posix(): path for path in wanted if path.exists()}

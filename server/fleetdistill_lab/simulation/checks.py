@@ -18,6 +18,7 @@ from fleetdistill_lab.simulation.controls.fedavg import check_fedavg
 from fleetdistill_lab.simulation.controls.local_only import start_model
 from fleetdistill_lab.simulation.data.datasets import Dataset
 from fleetdistill_lab.simulation.report.metrics import check_top_k
+from fleetdistill_lab.simulation.report.plots import check_figure
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.spec.hostile import ATTACKS
 from fleetdistill_lab.simulation.spec.plan import (
@@ -72,6 +73,7 @@ def check_settings(wanted: Simulation) -> None:
         )
     check_backend(wanted)
     _check_scores(wanted)
+    check_figure(wanted.figure, wanted.panels)
     if wanted.seed < 0:
         raise ConfigurationError(f"seed is {wanted.seed}, must be at least 0")
     for name in wanted.predictors:

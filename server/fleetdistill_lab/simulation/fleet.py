@@ -82,7 +82,7 @@ def simulate(
     tracking: Tracking = NOT_TRACKED,
     tell: Callable[[str], None] = lambda line: None,
 ) -> FleetReport:
-    """Runs a simulation and writes report.json, fleet.png and the exported models to `out`.
+    """Runs a simulation and writes report.json, the figure and the exported models to `out`.
 
     An interrupted or killed simulation can be resumed with `if_there="resume"`, with the same results. A simulation
     that fails its checks, or is interrupted before it begins, does not change `out`.

@@ -14,6 +14,7 @@ from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.state.file_lock import lock_file
 from fleetdistill_lab.simulation.data.datasets import Dataset
 from fleetdistill_lab.simulation.data.own import digest_of, read_dataset, save_dataset
+from fleetdistill_lab.simulation.report.plots import FIGURES
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_lab.simulation.timing.behaviour import saved_behaviour
 
@@ -22,9 +23,9 @@ _MARKER = "made-by-fleetdistill"
 _SETTINGS = "simulation.json"
 _DATA = "dataset.npz"
 """File with a copy of the user's own data, so that a resumed simulation does not depend on the original."""
-FREE_TO_CHANGE = ("data_dir", "workers", "backend", "ray_address", "export")
+FREE_TO_CHANGE = ("data_dir", "workers", "backend", "ray_address", "export", "figure", "panels")
 """Settings that do not change the run, so that a resumed simulation may have others."""
-_RESULTS = ("report.json", "fleet.png", "onnx")
+_RESULTS = ("report.json", *(f"fleet.{kind}" for kind in FIGURES), "onnx")
 
 
 def check_folder(wanted: Simulation, if_there: IfThere) -> None:

@@ -41,6 +41,8 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "score_every": ("--score-every", int),
     "score_rows": ("--score-rows", int),
     "export": ("--export", str),
+    "figure": ("--figure", str),
+    "panels": ("--panels", list[str]),
     "out": ("--out", Path),
 }
 """Fields of `Simulation` that have an option, with its name and type; an option with a list can be repeated."""

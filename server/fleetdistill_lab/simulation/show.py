@@ -20,6 +20,7 @@ from fleetdistill_lab.simulation.folder import IfThere
 from fleetdistill_lab.simulation.not_begun import not_begun
 from fleetdistill_lab.simulation.progress import Progress as Done
 from fleetdistill_lab.simulation.report.comparison import ALONE, NAMES, comparison_table, devices_lines
+from fleetdistill_lab.simulation.report.plots import FIGURES
 from fleetdistill_lab.simulation.report.report import describe_partition, json_lines, privacy_lines
 from fleetdistill_lab.simulation.report.results import FleetReport
 from fleetdistill_lab.simulation.report.simulated_time import time_lines
@@ -79,7 +80,8 @@ def show_comparison(report: FleetReport, out: Path) -> None:
         for line in devices_lines(report.comparison, len(report.devices)):
             _print_line(console, line)
     models = sum(bool(device.onnx_file) + len(device.onnx_answers) for device in report.devices)
-    _print_line(console, f"{out}/: report.json, fleet.png, onnx/ ({models} models)")
+    figures = [name for name in (f"fleet.{kind}" for kind in FIGURES) if (out / name).exists()]
+    _print_line(console, f"{out}/: {', '.join(['report.json', *figures])}, onnx/ ({models} models)")
 
 
 def _print_line(console: Console, line: str) -> None:
@@ -104,7 +106,7 @@ def interrupted_line(interrupted: Interrupted, out: Path) -> str:
         when = "" if interrupted.has_rounds else " before the first round was complete"
         return f"interrupted{when}; continue with --resume --out {out}"
     done = f"{report.completed_rounds} of {counted(report.rounds, 'round')}"
-    return f"interrupted; report.json and fleet.png in {out} cover {done}; continue with --resume --out {out}"
+    return f"interrupted; report.json and the figure in {out} cover {done}; continue with --resume --out {out}"
 
 
 def summary_line(report: FleetReport) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import struct
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleetdistill.errors import DataError
+from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill_lab.simulation.report.comparison import Curve
 from fleetdistill_lab.simulation.report.device_plots import (
     SINGLE_LINES,
@@ -25,6 +26,7 @@ from fleetdistill_lab.simulation.report.device_plots import (
 from fleetdistill_lab.simulation.report.plots import (
     MAX_HEIGHT,
     MAX_ROWS,
+    PANELS,
     devices_drawn,
     plot_comparison,
     plot_partition,
@@ -91,6 +93,53 @@ class TestReportFigure:
         width, height = _png_size(_save(tmp_path / "report.png", devices=devices))
         assert 2284 < height <= MAX_HEIGHT
         assert 1300 < width <= 1800
+
+    @pytest.mark.parametrize(
+        ("panels", "millimetres"), [(["rounds"], 84), (["gains", "gains"], 84), (["data", "gains"], 174), (PANELS, 174)]
+    )
+    def test_chosen_panels_are_as_wide_as_a_column_or_a_page(
+        self, tmp_path: Path, panels: list[str], millimetres: int
+    ) -> None:
+        """A PDF states its size in points, of which an inch has 72."""
+        file = _save(tmp_path / "a.pdf", panels=panels)
+        width, _ = re.findall(rb"/MediaBox \[ 0 0 ([\d.]+) ([\d.]+) \]", file.read_bytes())[0]
+        assert float(width) == pytest.approx(millimetres / 25.4 * 72, abs=0.01)
+
+    def test_a_pdf_has_truetype_fonts(self, tmp_path: Path) -> None:
+        data = _save(tmp_path / "a.pdf", title="feddkc on letters").read_bytes()
+        assert b"/FontFile2" in data
+        assert b"/Type3" not in data
+
+    def test_an_svg_has_the_text_of_the_chosen_panels_only(self, tmp_path: Path) -> None:
+        titles = {"traffic": "by traffic", "rounds": "by round", "data": "Training data", "gains": "at the end"}
+        for chosen in PANELS:
+            texts = re.findall(r"<text [^>]*>(.*?)</text>", _save(tmp_path / "a.svg", panels=[chosen]).read_text())
+            assert [name for name, title in titles.items() if title in " ".join(texts)] == [chosen]
+
+    def test_rows_keep_their_devices_without_the_panel_beside(self, tmp_path: Path) -> None:
+        rates: dict[str, list[float | None]] = {"a": [0.2, 0.8], "b": [0.3, 0.7]}
+        given: dict[str, Any] = {"counts_jc": np.ones((2, 10)), "device_names": ["a (resnet2)", "b (resnet4)"]}
+        file = _save(tmp_path / "a.svg", by_device=DeviceCurves(rates), panels=["gains"], **given)
+        texts = re.findall(r"<text [^>]*>(.*?)</text>", file.read_text())
+        assert {"a", "b"} <= set(texts), "without their models, in a column"
+
+    def test_chosen_panels_without_scores_say_so(self, tmp_path: Path) -> None:
+        file = _save(tmp_path / "a.svg", by_device=DeviceCurves({"device-0": [0.8]}), panels=["rounds"])
+        assert "nothing was scored for rounds" in file.read_text()
+
+    @pytest.mark.parametrize(
+        ("name", "panels", "message"),
+        [
+            ("a.gif", [], "unknown figure 'gif'.* one of png, pdf, svg"),
+            ("a.png", ["round"], "unknown panel 'round'; did you mean 'rounds'.* one of traffic, rounds, data, gains"),
+        ],
+    )
+    def test_unknown_types_and_panels_are_refused(
+        self, tmp_path: Path, name: str, panels: list[str], message: str
+    ) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            _save(tmp_path / name, panels=panels)
+        assert not (tmp_path / name).exists()
 
     def test_few_devices_are_all_drawn(self) -> None:
         assert devices_drawn(_curves(MAX_ROWS), MAX_ROWS) == list(range(MAX_ROWS))

@@ -144,7 +144,7 @@ def _single_lines(
 def _dress(ax: Axes, rounds: int) -> None:
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    ax.set_title("Accuracy on all classes by round", loc="left", fontsize=11)
+    ax.set_title("Accuracy on all classes by round", loc="left")
     ax.set_xlabel("completed rounds")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -168,7 +168,7 @@ def _name_ends(ax: Axes, ends: Sequence[tuple[str, float, str]]) -> None:
             xycoords="axes fraction",
             textcoords="axes fraction",
             va="center",
-            fontsize=8,
+            fontsize="small",
             color=colour,
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5), "shrinkB": 0},
         )
@@ -212,7 +212,7 @@ def plot_gains(ax: Axes, curves: DeviceCurves) -> None:
                 label=name,
                 zorder=3,
             )
-    ax.set_title(f"Accuracy {curves.moment}", loc="left", fontsize=11)
+    ax.set_title(f"Accuracy {curves.moment}", loc="left")
     _dress_gains(ax, len(rows), sum(bool(of) for _, of, _, _ in kinds))
 
 
@@ -229,4 +229,4 @@ def _dress_gains(ax: Axes, devices: int, kinds: int) -> None:
     ax.tick_params(length=0)
     figure_legend = {"loc": "upper right", "bbox_to_anchor": (1, 0), "borderaxespad": 2.2, "frameon": False}
     if kinds:
-        ax.legend(**figure_legend, fontsize=8, ncols=min(kinds, 2), columnspacing=1.0, handletextpad=0.2)
+        ax.legend(**figure_legend, fontsize="small", ncols=min(kinds, 2), columnspacing=1.0, handletextpad=0.2)

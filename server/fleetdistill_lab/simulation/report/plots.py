@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fleetdistill.errors import DataError
+from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.names import unknown_name
 from fleetdistill_lab.simulation.report.comparison import Curve
 from fleetdistill_lab.simulation.report.device_plots import (
     ALONE,
@@ -32,6 +33,12 @@ from fleetdistill_server.texts import readable_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+FIGURES = ("png", "pdf", "svg")
+"""Types of a report's figure, which are the ends of its file's name."""
+PANELS = ("traffic", "rounds", "data", "gains")
+"""Panels of a report's figure, from top to bottom; `gains` is beside `data`."""
+COLUMN_MM, PAGE_MM = 84, 174
+"""Widths of a figure with one chosen panel and with several: a column and a page of a journal."""
 _COLOURS = {"FedAvg": FEDAVG, "class statistics": FURTHER}
 _STYLES = ("-", "--", "-.")
 MAX_ROWS = 18
@@ -69,10 +76,10 @@ def plot_partition(
         raise DataError(f"{text} for counts of shape {list(counts.shape)}")
     _draw_bubbles(ax, counts)
     _name_axes(ax, counts, class_names, device_names)
-    ax.set_title(f"Training data by device\n{partition}", loc="left", fontsize=11)
+    ax.set_title(f"Training data by device\n{partition}", loc="left", wrap=True)
 
 
-def plot_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None = None) -> None:
+def plot_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None = None, columns: int = 2) -> None:
     """Draws accuracy by bytes on a logarithmic axis.
 
     A run of several rounds is a curve, a single exchange is a point with a dot for each device, and local-only
@@ -82,6 +89,7 @@ def plot_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None = Non
         ax: Axes to draw on.
         curves: Curves to compare; those of one method must be adjacent and get the same colour.
         alone: Mean accuracy of local-only training, in [0, 1]; None without this control.
+        columns: Number of columns of the legend.
 
     Raises:
         DataError: There are no curves, or a curve has no rounds, no bytes, or unequal numbers of bytes and accuracies.
@@ -96,7 +104,7 @@ def plot_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None = Non
         ax.axhline(alone, color=ALONE, linewidth=2, linestyle=":", label=f"alone: {alone:.1%}")
     for one, (colour, number) in zip(curves, _looks(curves), strict=True):
         _draw_curve(ax, one, colour, number)
-    _dress_comparison(ax, curves, alone)
+    _dress_comparison(ax, curves, alone, columns)
 
 
 def save_report_figure(
@@ -110,15 +118,16 @@ def save_report_figure(
     by_device: DeviceCurves,
     alone: float | None = None,
     title: str = "",
+    panels: Sequence[str] = (),
 ) -> Path:
-    """Writes all plots of a report into one PNG of at most `MAX_HEIGHT` pixels, and returns its path.
+    """Writes plots of a report into one figure, as a PNG of at most `MAX_HEIGHT` pixels, and returns its path.
 
-    From top to bottom: accuracy by bytes (`plot_comparison`), accuracy by round if there are several (`plot_rounds`),
-    and a row for each device, or for those of `devices_drawn`, with its data (`plot_partition`) and its gain
-    (`plot_gains`).
+    From top to bottom: `traffic`, accuracy by bytes (`plot_comparison`); `rounds`, accuracy by round if there are
+    several (`plot_rounds`); and a row for each device, or for those of `devices_drawn`, with its `data`
+    (`plot_partition`) and its `gains` (`plot_gains`). Text stays text in a PDF, as TrueType fonts, and in an SVG.
 
     Args:
-        path: Path of the PNG to write.
+        path: Path of the file to write, whose suffix is one of `FIGURES`.
         counts_jc: See `plot_partition`.
         class_names: See `plot_partition`.
         device_names: See `plot_partition`.
@@ -127,49 +136,96 @@ def save_report_figure(
         by_device: See `plot_rounds` and `plot_gains`.
         alone: See `plot_comparison`.
         title: Title of the figure; empty for none.
+        panels: Names in `PANELS` of the panels to draw, in a figure as wide as a column of a journal for one and as a
+            page for several; empty for all.
 
     Raises:
+        ConfigurationError: The suffix or a panel is unknown.
         DataError: The values do not fit each other, or the file cannot be written.
     """
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    heights = {}
-    if alone is not None or any(rate is not None for curve in curves for rate in curve.accuracy):
-        heights["compared"] = 4.2 + 0.12 * len(curves)  # the legend has two columns
-    if _are_rounds_scored(by_device):
-        heights["rounds"] = 3.9
-    shown = devices_drawn(by_device, len(device_names))
-    heights["data"] = max(3.2, 1.5 + 0.3 * len(shown))
-    height = sum(heights.values())
-    figure = Figure(figsize=(9, height), dpi=min(200, int(MAX_HEIGHT / height)), layout="constrained")
-    FigureCanvasAgg(figure)  # without pyplot the figure is released when this function returns
-    # Separate subfigures, so that long device names do not narrow the curves.
-    made: Any = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=list(heights.values()))
-    parts = dict(zip(heights, made[:, 0], strict=True))
-    if "compared" in parts:
-        plot_comparison(parts["compared"].subplots(), curves, alone)
-    if "rounds" in parts:
-        plot_rounds(parts["rounds"].subplots(), by_device)
-    has_gains = bool(by_device.final or by_device.alone)
-    data, gains = parts["data"].subplots(1, 2, width_ratios=(2, 1)) if has_gains else (parts["data"].subplots(), None)
-    if len(shown) < len(device_names):
-        order = ", by accuracy" if by_device.final else ""
-        partition = f"{partition}; {len(shown)} of {len(device_names)} devices{order}"
-        by_device = by_device.of_rows(shown)
-    names = [device_names[row] for row in shown]
-    plot_partition(data, np.asarray(counts_jc)[shown], class_names, names, partition)
-    if gains is not None:
-        plot_gains(gains, by_device)
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, format="png")
-    except OSError as error:
-        raise DataError(f"cannot write the figure to {target}: {error}; choose another folder") from error
+    check_figure(target.suffix[1:], panels)
+    width, scale, columns = _layout(panels)
+    wanted, heights = panels or PANELS, {}
+    if "traffic" in wanted and (alone is not None or any(rate is not None for one in curves for rate in one.accuracy)):
+        heights["traffic"] = 4.2 + 0.24 * len(curves) / columns  # with the legend
+    if "rounds" in wanted and _are_rounds_scored(by_device):
+        heights["rounds"] = 3.9
+    has_gains = bool(by_device.final or by_device.alone)
+    beside = [name for name in ("data", "gains") if name in wanted and (name == "data" or has_gains)]
+    shown = devices_drawn(by_device, len(device_names))
+    if beside:
+        heights["devices"] = max(3.2, 1.5 + 0.3 * len(shown))
+    sizes = [scale * height for height in heights.values()] or [2.0]
+    dpi = min(300 if panels else 200, int(MAX_HEIGHT / sum(sizes)))
+    with rc_context(_fonts(scale)):
+        figure = Figure(figsize=(width, sum(sizes)), dpi=dpi, layout="constrained")
+        FigureCanvasAgg(figure)  # without pyplot the figure is released when this function returns
+        # Separate subfigures, so that long device names do not narrow the curves.
+        made: Any = figure.subfigures(len(sizes), 1, squeeze=False, height_ratios=sizes)
+        parts = dict(zip(heights, made[:, 0], strict=False))
+        if "traffic" in parts:
+            plot_comparison(parts["traffic"].subplots(), curves, alone, columns)
+        if "rounds" in parts:
+            plot_rounds(parts["rounds"].subplots(), by_device)
+        if len(shown) < len(device_names):
+            order = ", by accuracy" if by_device.final else ""
+            partition = f"{partition}\n{len(shown)} of {len(device_names)} devices{order}"
+            by_device = by_device.of_rows(shown)
+        names = [device_names[row] for row in shown]
+        if columns == 1:
+            names = [name.partition(" (")[0] for name in names]  # without the models, for which a column is too narrow
+        if beside:
+            axes = parts["devices"].subplots(1, len(beside), squeeze=False, width_ratios=(2, 1)[: len(beside)])[0]
+            if "data" in beside:
+                plot_partition(axes[0], np.asarray(counts_jc)[shown], class_names, names, partition)
+            if "gains" in beside:
+                plot_gains(axes[-1], by_device)
+            if "data" not in beside:
+                axes[0].set_yticks(range(len(names)), names)
+        if not parts:
+            figure.text(0.5, 0.5, f"nothing was scored for {' and '.join(wanted)}", ha="center", color=GREY)
+        for line in figure.findobj(Line2D):
+            line.set(linewidth=scale**2 * line.get_linewidth(), markersize=scale**2 * line.get_markersize())
+        if title and not panels:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(target, format=target.suffix[1:])
+        except OSError as error:
+            raise DataError(f"cannot write the figure to {target}: {error}; choose another folder") from error
     return target
+
+
+def check_figure(kind: str, panels: Sequence[str]) -> None:
+    """Checks the type and the panels of a report's figure.
+
+    Raises:
+        ConfigurationError: `kind` is not one of `FIGURES`, or a panel not one of `PANELS`.
+    """
+    if kind not in FIGURES:
+        raise ConfigurationError(unknown_name("figure", kind, FIGURES))
+    for panel in panels:
+        if panel not in PANELS:
+            raise ConfigurationError(unknown_name("panel", panel, PANELS))
+
+
+def _layout(panels: Sequence[str]) -> tuple[float, float, int]:
+    """Returns the width in inches, the scale of heights and fonts, and the number of the legend's columns."""
+    if not panels:
+        return 9.0, 1.0, 2
+    return (COLUMN_MM / 25.4, 0.75, 1) if len(set(panels)) == 1 else (PAGE_MM / 25.4, 0.8, 2)
+
+
+def _fonts(scale: float) -> dict[str, Any]:
+    """Returns matplotlib's settings of the fonts, which a file contains as text."""
+    sizes = {"font.size": 10, "axes.titlesize": 11, "legend.fontsize": 9, "axes.titlepad": 6, "axes.labelpad": 4}
+    return {**{name: scale * size for name, size in sizes.items()}, "pdf.fonttype": 42, "svg.fonttype": "none"}
 
 
 def devices_drawn(by_device: DeviceCurves, devices: int) -> list[int]:
@@ -193,12 +249,15 @@ def _are_rounds_scored(by_device: DeviceCurves) -> bool:
 
 
 def _draw_bubbles(ax: Axes, counts: npt.NDArray[np.int64]) -> None:
+    from matplotlib import rcParams
+
     devices, classes = counts.shape
     ys, xs = np.nonzero(counts)
     sizes = counts[ys, xs]
     points = 72 / ax.figure.dpi
     cell = min(ax.bbox.width * points / classes, ax.bbox.height * points / devices)
     largest = min(28.0, max(10.0, 0.9 * cell))  # in points; above 10 no bubble touches its neighbours
+    largest *= rcParams["font.size"] / 10
     ax.scatter(xs, ys, s=largest**2 * sizes / sizes.max(initial=1), color=FLEET, alpha=0.75, linewidths=0)
 
 
@@ -206,7 +265,8 @@ def _name_axes(
     ax: Axes, counts: npt.NDArray[np.int64], class_names: Sequence[str], device_names: Sequence[str]
 ) -> None:
     devices, classes = counts.shape
-    every = -(-classes // 25)  # with 100 classes, label every fourth
+    labels = 25 if ax.bbox.width / ax.figure.dpi > COLUMN_MM / 25.4 else 12
+    every = -(-classes // labels)  # with 100 classes, every fourth; in narrow axes every ninth
     long_names = max(len(name) for name in class_names) > 6 or classes > 15
     ax.set_xticks(range(0, classes, every), class_names[::every], rotation=35 if long_names else 0)
     for tick in ax.get_xticklabels():
@@ -265,10 +325,10 @@ def _style(curve: Curve, number: int) -> str:
     return CONTROL_STYLES[curve.name][1] if curve.name in CONTROL_STYLES else _STYLES[number % len(_STYLES)]
 
 
-def _dress_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None) -> None:
+def _dress_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None, columns: int) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
-    ax.set_title("Accuracy on all classes by traffic", loc="left", fontsize=11)
+    ax.set_title("Accuracy on all classes by traffic", loc="left")
     ax.set_xlabel("kB sent and received per device since the start")
     ax.set_xscale("log")
     reached = [kilobytes / 1e3 for curve in curves for kilobytes in curve.bytes]
@@ -284,4 +344,4 @@ def _dress_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None) ->
     ax.spines[["top", "right"]].set_visible(False)
     below = (0, -0.16)  # below the axes, clear of the curves
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(loc="upper left", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=9)
+        ax.legend(loc="upper left", bbox_to_anchor=below, ncols=columns, frameon=False)

@@ -1,4 +1,4 @@
-"""Builds a simulation's report and writes report.json, fleet.png and the exported models."""
+"""Builds a simulation's report, and writes report.json and the figure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fleetdistill_lab.simulation.report.device_report import DeviceBytes, device
 from fleetdistill_lab.simulation.report.history import FleetHistory
 from fleetdistill_lab.simulation.report.metrics import Ints, accuracy_or_none
 from fleetdistill_lab.simulation.report.outcome import Controls, FedAvgControl, Outcome
-from fleetdistill_lab.simulation.report.plots import save_report_figure
+from fleetdistill_lab.simulation.report.plots import FIGURES, save_report_figure
 from fleetdistill_lab.simulation.report.results import (
     DeviceReport,
     FleetReport,
@@ -88,7 +88,10 @@ def make_report(done: Outcome) -> FleetReport:
         **_comparison(done, shares, cost, left_out),
         simulated_time=simulated_times(done),
     )
-    write_report(report, done.wanted.out)
+    write_report(report, done.wanted.out, done.wanted.figure, done.wanted.panels)
+    for kind in FIGURES:
+        if kind != done.wanted.figure:  # of an interrupted simulation, which has been resumed with another type
+            (done.wanted.out / f"fleet.{kind}").unlink(missing_ok=True)
     return report
 
 
@@ -227,12 +230,17 @@ def _comparison(done: Outcome, shares: Ints, cost: Cost, left_out: AbstractSet[s
     }
 
 
-def write_report(report: FleetReport, out: Path) -> None:
-    """Writes report.json and fleet.png to `out`."""
+def write_report(report: FleetReport, out: Path, figure: str = "png", panels: Sequence[str] = ()) -> None:
+    """Writes report.json and the figure to `out`; `figure` and `panels` as in `Simulation`.
+
+    Raises:
+        ConfigurationError: `figure` or a panel is unknown.
+        DataError: The figure cannot be written.
+    """
     with (out / "report.json").open("w", encoding="utf-8") as file:
         file.writelines(json_lines(report))
     save_report_figure(
-        out / "fleet.png",
+        out / f"fleet.{figure}",
         counts_jc=[device.samples_by_class for device in report.devices],
         class_names=report.class_names,
         device_names=[f"{device.name} ({device.model})" for device in report.devices],
@@ -241,6 +249,7 @@ def write_report(report: FleetReport, out: Path) -> None:
         by_device=_by_device(report),
         alone=report.mean_accuracy_alone,
         title=report_title(report),
+        panels=panels,
     )
 
 

@@ -97,7 +97,7 @@ class Simulation:
         knowledge_type: Element type of knowledge on the wire: float16, float32 or uint8.
         torch_device: Torch device of the server half and of the devices' training: cpu, cuda, or auto for CUDA if there
             is one. Results are equal to the bit on one kind of torch device only.
-        out: Folder for report.json, fleet.png and the models. Its subfolder `work` has the simulation's state.
+        out: Folder for report.json, the figure and the models. Its subfolder `work` has the simulation's state.
         score: Models that are scored on the test set: `sampled`, `devices`, `global` or `none`. `sampled`: the global
             model after each round on all rows, and the device models at the end and at up to ten points before on at
             most 1,000 rows. `devices`: the same after each round on all rows, the models of devices that took no part
@@ -111,6 +111,9 @@ class Simulation:
         export: Devices whose models are written as ONNX at the end: `one`, `best`, `all`, `none` or a number.
             `one` of each architecture, `best` for the most accurate one of each, `all` that took part, or the first
             ones that did.
+        figure: Type of the figure fleet.png, fleet.pdf or fleet.svg.
+        panels: Panel of the figure: traffic, rounds, data or gains; repeatable, by default all. One is as wide as a
+            column of a journal (84 mm), several are as wide as a page (174 mm).
         with_alone: Whether to train every device without the fleet as a control.
         with_fedavg: Whether to run FedAvg on the same data as a control, over the in-memory link. Every device has the
             largest of the device models and makes as many passes over the labels as in the method. All other settings
@@ -160,6 +163,8 @@ class Simulation:
     score_rows: int | None = None
     top_k: int | None = None
     export: Literal["one", "best", "all", "none"] | int = "one"
+    figure: Literal["png", "pdf", "svg"] = "png"
+    panels: tuple[str, ...] = ()
     with_alone: bool = True
     with_fedavg: bool = True
 
