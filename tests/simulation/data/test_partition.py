@@ -13,6 +13,7 @@ from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill_lab.simulation.data.dealing import (
     counts_from_pools,
     cut_sizes,
+    deal_classes,
     largest_remainder,
     mask_full_devices,
 )
@@ -79,12 +80,35 @@ class TestOracles:
         assert split.sizes == (100,) * 10
         assert _mean_largest_share(split, TEN_BY_100, 10) == pytest.approx(share, abs=1e-9)
 
-    @pytest.mark.parametrize(("alpha", "share"), [(0.1, 0.664), (1.0, 0.293)])
-    def test_shares_have_the_expected_shape(self, alpha: float, share: float) -> None:
-        """Without balance each class's shares over 10 devices are free draws from Dir(alpha · 1_10)."""
-        labels = np.repeat(np.arange(2000), 100)
-        counts = dirichlet_by_class(labels, 10, alpha, 0, balance=False).class_counts(labels, 2000)
-        assert (counts / counts.sum(axis=0)).max(axis=0).mean() == pytest.approx(share, abs=0.02)
+    @pytest.mark.parametrize(
+        ("alpha", "share", "effective"),
+        [
+            (0.05, 0.784, 1.83),
+            (0.1, 0.664, 2.50),
+            (0.5, 0.382, 5.43),
+            (1.0, 0.293, 6.96),
+            (10.0, 0.154, 9.57),
+        ],
+    )
+    def test_shares_have_the_expected_shape(self, alpha: float, share: float, effective: float) -> None:
+        """Mean largest share and e^entropy of 2,000 draws from Dir(alpha · 1_10).
+
+        Without balance, the shares of each class over ten devices are such draws.
+        """
+        rows = np.arange(2_000_000).reshape(2000, 1000)
+        parts = deal_classes(list(rows), 10, alpha, np.random.default_rng(0), balance=False)
+        shares = np.stack([np.bincount(mine // 1000, minlength=2000) for mine in parts], axis=1) / 1000
+        assert shares.max(axis=1).mean() == pytest.approx(share, abs=0.02)
+        entropies = -(shares * np.log(np.where(shares > 0, shares, 1))).sum(axis=1)
+        assert np.exp(entropies).mean() == pytest.approx(effective, abs=0.1)
+
+    @pytest.mark.parametrize(("alpha", "exhausted", "free"), [(0.1, 0.632, 0.664), (1.0, 0.345, 0.293)])
+    def test_pools_run_out_for_later_devices_only(self, alpha: float, exhausted: float, free: float) -> None:
+        """The first device's shares are a free draw; the mean over all devices is near the oracle's for one seed."""
+        splits = [dirichlet_per_device(TEN_BY_100, 10, alpha, seed) for seed in range(400)]
+        shares = np.stack([split.class_counts(TEN_BY_100, 10).max(axis=1) / 100 for split in splits])
+        assert shares[:, 0].mean() == pytest.approx(free, abs=0.02)
+        assert shares.mean() == pytest.approx(exhausted, abs=0.05)
 
     def test_partition_two_of_ten(self) -> None:
         counts = classes_window(TEN_BY_100, 4, 2, 0).class_counts(TEN_BY_100, 10)
@@ -213,6 +237,21 @@ class TestClasses:
         assert (held[0] == held[1]).all()
         assert (held[0] != held[2]).any()
         assert (held[2] != held[3]).any()
+
+    @pytest.mark.parametrize("sigma", [1.0, 2.0])
+    def test_lognormal_shares_follow_ten_rows_of_each_class(self, sigma: float) -> None:
+        """As in CDKT-FL's code; of 2,000 rows and ten holders, 100 come first."""
+        labels = np.repeat(np.arange(10), 2000)
+        counts = classes_window(labels, 50, 2, 0, unbalanced=sigma).class_counts(labels, 10)
+        assert ((counts > 0).sum(axis=1) == 2).all()
+        assert counts[counts > 0].min() >= 10
+        assert (counts.sum(axis=0) == 2000).all()
+
+    def test_a_class_with_few_rows_gives_each_holder_an_even_share(self) -> None:
+        """Five rows for two holders: two each, and one by lognormal shares."""
+        labels = np.repeat([0, 1], 5)
+        counts = classes_window(labels, 2, 2, 0, unbalanced=3.0).class_counts(labels, 2)
+        assert sorted(counts.ravel().tolist()) == [2, 2, 3, 3]
 
     def test_lognormal_shares_are_unequal(self) -> None:
         even = classes_window(TEN_BY_100, 10, 2, 0).sizes

@@ -17,6 +17,9 @@ from fleetdistill_lab.simulation.data.split import (
     sorted_rows,
 )
 
+FIRST_ROWS = 10
+"""Rows of each of its classes that a device gets before the rest of the class is split in lognormal shares."""
+
 
 def mask_full_devices(shares_k: Floats, loads_k: Ints, even_share: float) -> Floats:
     """Sets the shares of devices with at least `even_share` rows to 0 and renormalises; all 0 if none remain.
@@ -112,6 +115,9 @@ def deal_to_holders(
 ) -> Partition:
     """Splits each class over the devices that hold it, evenly or in lognormal shares.
 
+    As in CDKT-FL's code, every holder first gets `FIRST_ROWS` rows of the class, or an even share if there are fewer;
+    the shares are those of the rest.
+
     Args:
         kind: Name of the partition.
         labels: `[N]` labels.
@@ -128,7 +134,8 @@ def deal_to_holders(
         holders = np.flatnonzero((held_ks == label).any(axis=1))
         weights = rng.lognormal(sigma=unbalanced, size=len(holders))
         rows = rng.permutation(np.flatnonzero(labels == label))
-        sizes = largest_remainder(weights / weights.sum(), len(rows))
+        first = min(FIRST_ROWS, len(rows) // len(holders))
+        sizes = first + largest_remainder(weights / weights.sum(), len(rows) - first * len(holders))
         for holder, piece in zip(holders, np.split(rows, np.cumsum(sizes)[:-1]), strict=True):
             pieces[holder].append(piece)
     parts = [np.concatenate(mine) for mine in pieces]

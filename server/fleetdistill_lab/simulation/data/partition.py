@@ -149,7 +149,8 @@ def classes_window(
 ) -> Partition:
     """Gives device k the classes (stride · k + j) mod C for j < `classes_per_device`, as in CDKT-FL's code.
 
-    Each class is split over its devices, evenly or in lognormal shares. Rows of classes without a device are not used.
+    Each class is split over its devices, evenly, or in lognormal shares after ten rows for each of them. Rows of classes
+    without a device are not used.
 
     Args:
         labels: `[N]` integers, at least 0.
@@ -179,8 +180,9 @@ def classes_random(
 ) -> Partition:
     """Gives device k the class k mod C and further distinct classes at random.
 
-    Each class is split over its devices, evenly or in lognormal shares. With `classes_per_device = 6` on FEMNIST's
-    letters, this is our reading of FedDKD's FEMNIST split; NIID-Bench has the same partition.
+    Each class is split over its devices, evenly, or in lognormal shares after ten rows for each of them. With
+    `classes_per_device = 6` on FEMNIST's letters, this is our reading of FedDKD's FEMNIST split; NIID-Bench has the
+    same partition.
 
     Args:
         labels: `[N]` integers, at least 0.
