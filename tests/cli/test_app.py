@@ -312,6 +312,8 @@ def test_simulate_prints_the_report_that_it_writes(tmp_path: Path) -> None:
         ("simulation.settings={}", "--set [simulation] unknown setting 'settings'"),
         ("simulation.rounds=many", "--set [simulation] rounds is 'many': Input should be a valid integer"),
         ("simulation.quorum=0", "quorum is 0.0, must be above 0"),
+        ("partition.min_sise=1", "[partition] unknown setting 'min_sise'; did you mean 'min_size'?"),
+        ("partition.min_size=-1", "min_size is -1"),
         ("fleet.churn=often", "--set [fleet] churn is 'often': Input should be a valid number"),
     ],
 )

@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_lab.simulation import show
 from fleetdistill_lab.simulation.checks import check_settings
-from fleetdistill_lab.simulation.options import read_settings
+from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.folder import saved_simulation
+from fleetdistill_lab.simulation.options import merge_settings, read_settings
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
@@ -58,9 +60,8 @@ def test_simulate_has_few_options_and_sets_everything() -> None:
     assert simulate is not None
     assert sum(param.param_type_name == "option" for param in simulate.params) <= 25
     given = dict.fromkeys(("models", "modules", "predictors"), '["a"]') | dict.fromkeys(("data_dir", "out"), "a")
-    defaults = {
-        field.name: field.default for field in fields(Simulation) if field.name not in ("settings", "behaviour")
-    }
+    of_sections = ("settings", "partition_settings", "behaviour")
+    defaults = {field.name: field.default for field in fields(Simulation) if field.name not in of_sections}
     for name, default in defaults.items():
         text = given.get(name) or json.dumps(1 if default is None else default)
         value = read_settings(None, [f"simulation.{name}={text}"])["simulation"][name]
@@ -68,6 +69,23 @@ def test_simulate_has_few_options_and_sets_everything() -> None:
     for name in (field.name for field in fields(FleetBehaviour) if field.name != "traces"):
         text = json.dumps(getattr(FleetBehaviour(), name))
         assert read_settings(None, [f"fleet.{name}={text}"])["fleet"] == {name: getattr(FleetBehaviour(), name)}
+
+
+def test_settings_of_the_partition_have_a_section(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text("[partition]\nmin_size = 3\nbalance = false\n")
+    wanted = merge_settings(
+        replace(FLEET, rounds=1, out=tmp_path / "out"), read_settings(file, ["partition.min_size=5"])
+    )
+    assert wanted.partition_settings == {"min_size": 5, "balance": False}
+    report = simulate(wanted)
+    assert min(device.samples for device in report.devices) >= 5
+    saved = json.loads((tmp_path / "out" / "report.json").read_text())["partition_parameters"]
+    assert (saved["min_size"], saved["balance"], saved["max_tries"]) == (5, False, 1000)
+    resumed = saved_simulation(tmp_path / "out")
+    assert resumed.partition_settings == wanted.partition_settings
+    with pytest.raises(ConfigurationError, match="partition_settings was"):
+        simulate(replace(wanted, partition_settings={}), if_there="resume")
 
 
 def test_the_command_line_sets_the_rounds_and_the_models(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from fleetdistill_lab.simulation.backends.choice import check_backend
 from fleetdistill_lab.simulation.controls.fedavg import check_fedavg
 from fleetdistill_lab.simulation.controls.local_only import start_model
 from fleetdistill_lab.simulation.data.datasets import Dataset
+from fleetdistill_lab.simulation.data.partition import check_partition_settings
 from fleetdistill_lab.simulation.report.metrics import check_top_k
 from fleetdistill_lab.simulation.report.plots import check_figure
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
@@ -76,6 +77,7 @@ def check_settings(wanted: Simulation) -> None:
     check_figure(wanted.figure, wanted.panels)
     if wanted.seed < 0:
         raise ConfigurationError(f"seed is {wanted.seed}, must be at least 0")
+    check_partition_settings(wanted.partition, wanted.partition_settings)
     for name in wanted.predictors:
         if name not in PREDICTORS:
             raise ConfigurationError(unknown_name("predictor", name, PREDICTORS))

@@ -26,7 +26,7 @@ def simulate(
     context: typer.Context,
     config: Annotated[
         Path | None,
-        typer.Argument(help="TOML file with settings in the sections [simulation], [method] and [fleet]."),
+        typer.Argument(help="TOML file with settings in the sections [simulation], [method], [partition], [fleet]."),
     ] = None,
     *,
     set_: Annotated[

@@ -48,8 +48,10 @@ OPTIONS: dict[str, tuple[str, Any]] = {
 """Fields of `Simulation` that have an option, with its name and type; an option with a list can be repeated."""
 _VARIABLES = {"data_dir": "FLEETDISTILL_DATA"}
 _SECTIONS = {"simulation": Simulation, "fleet": FleetBehaviour}
-"""Sections with the fields of a class; [method] has the settings of the method."""
-_OTHER_SECTIONS = ("settings", "behaviour")
+"""Sections with the fields of a class."""
+_CHECKED_LATER = {"method": "settings", "partition": "partition_settings"}
+"""Sections with the settings of what a field names, and the fields of `Simulation` that have them."""
+_OTHER_SECTIONS = (*_CHECKED_LATER.values(), "behaviour")
 """Fields of `Simulation` that have a section of their own."""
 
 
@@ -86,7 +88,7 @@ def read_settings(file: Path | None, texts: Sequence[str]) -> dict[str, dict[str
     """Reads the settings of a file and of `--set`, which precede those of the file.
 
     Args:
-        file: TOML file with the sections [simulation], [method] and [fleet], or some of them; None for none.
+        file: TOML file with the sections [simulation], [method], [partition] and [fleet], or some of them, or None.
         texts: Settings as `section.key=value` with a TOML value; an unquoted word is a string.
 
     Returns:
@@ -122,11 +124,11 @@ def _parse(text: str) -> tuple[str, str, Any]:
 
 
 def check_section(where: str, section: str, values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the settings of a section with the types of its class; those of a method are checked later."""
-    if section == "method":
+    """Returns the settings of a section with the types of its class; a method's or partition's are checked later."""
+    if section in _CHECKED_LATER:
         return dict(values)
     if section not in _SECTIONS:
-        raise ConfigurationError(f"{where}{unknown_name('section', section, (*_SECTIONS, 'method'))}")
+        raise ConfigurationError(f"{where}{unknown_name('section', section, (*_SECTIONS, *_CHECKED_LATER))}")
     types = {
         field.name: field.type for field in dataclasses.fields(_SECTIONS[section]) if field.name not in _OTHER_SECTIONS
     }
@@ -159,8 +161,9 @@ def merge_settings(base: Simulation, sections: Mapping[str, Mapping[str, Any]]) 
         ConfigurationError: A setting is out of range.
     """
     fields = dict(sections.get("simulation", {}))
-    if "method" in sections:
-        fields["settings"] = {**base.settings, **sections["method"]}
+    for section, name in _CHECKED_LATER.items():
+        if section in sections:
+            fields[name] = {**getattr(base, name), **sections[section]}
     if "fleet" in sections:
         fields["behaviour"] = dataclasses.replace(base.behaviour or FleetBehaviour(), **sections["fleet"])
     return dataclasses.replace(base, **fields)

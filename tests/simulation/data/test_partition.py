@@ -19,6 +19,7 @@ from fleetdistill_lab.simulation.data.dealing import (
 )
 from fleetdistill_lab.simulation.data.partition import (
     PARTITIONS,
+    check_partition_settings,
     class_shards,
     classes_random,
     classes_window,
@@ -401,6 +402,27 @@ class TestArguments:
             partition("dirichlet_by_class", TEN_BY_100, 5, 0)
         with pytest.raises(ConfigurationError, match="unknown rounding 'up'"):
             partition("dirichlet_per_device", TEN_BY_100, 5, 0, alpha=1.0, rounding="up")
+
+    @pytest.mark.parametrize(
+        ("kind", "given", "message"),
+        [
+            ("dirichlet_by_class", {"min_sise": 1}, "[partition] unknown setting 'min_sise'; did you mean 'min_size'?"),
+            ("dirichlet_by_class", {"min_size": "few"}, "[partition] min_size is 'few', expected int"),
+            ("dirichlet_by_class", {"min_size": True}, "[partition] min_size is True, expected int"),
+            ("dirichlet_by_class", {"balance": 0}, "[partition] balance is 0, expected bool"),
+            ("dirichlet_by_class", {"alpha": 1.0}, "[partition] has alpha, which is a setting of the simulation"),
+            ("dirichlet_per_device", {"rounding": 1}, "[partition] rounding is 1, expected str"),
+            ("iid", {"stride": 2}, "[partition] has stride, but the partition iid has no settings there"),
+            ("class_shards", {"devices": 2}, "the partition class_shards has no settings there"),
+        ],
+    )
+    def test_further_settings_are_checked(self, kind: str, given: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigurationError) as refused:
+            check_partition_settings(kind, given)
+        assert message in str(refused.value)
+
+    def test_whole_number_is_a_float_too(self) -> None:
+        check_partition_settings("classes_window", {"unbalanced": 1, "stride": 10})
 
     @pytest.mark.parametrize("change", [{"min_size": -1}, {"max_tries": 0}])
     def test_by_class_settings_out_of_range(self, change: dict[str, int]) -> None:

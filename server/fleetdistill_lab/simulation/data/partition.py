@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -149,8 +149,8 @@ def classes_window(
 ) -> Partition:
     """Gives device k the classes (stride · k + j) mod C for j < `classes_per_device`, as in CDKT-FL's code.
 
-    Each class is split over its devices, evenly, or in lognormal shares after ten rows for each of them. Rows of classes
-    without a device are not used.
+    Each class is split over its devices, evenly, or in lognormal shares after ten rows for each of them. Rows of
+    classes without a device are not used.
 
     Args:
         labels: `[N]` integers, at least 0.
@@ -293,6 +293,30 @@ def partition_parameters(kind: str) -> tuple[str, ...]:
     needed = inspect.signature(_known(kind)).parameters.values()
     names = (item.name for item in needed if item.default is inspect.Parameter.empty)
     return tuple(name for name in names if name not in ("labels", "devices", "seed"))
+
+
+def check_partition_settings(kind: str, settings: Mapping[str, Any]) -> None:
+    """Checks the names and types of a partition's further parameters, those with a default.
+
+    Raises:
+        ConfigurationError: `kind` is unknown, has no such parameter, or the value has another type.
+    """
+    types = get_type_hints(deal := _known(kind))
+    known = [item.name for item in inspect.signature(deal).parameters.values() if item.default is not item.empty]
+    for name, value in settings.items():
+        if name in partition_parameters(kind):
+            raise ConfigurationError(
+                f"[partition] has {name}, which is a setting of the simulation; set simulation.{name}"
+            )
+        if not known:
+            raise ConfigurationError(
+                f"[partition] has {name}, but the partition {kind} has no settings there; remove it"
+            )
+        if name not in known:
+            raise ConfigurationError(f"[partition] {unknown_name('setting', name, known)}")
+        accepted = (int, float) if types[name] is float else types[name]
+        if not isinstance(value, accepted) or (isinstance(value, bool) and types[name] is not bool):
+            raise ConfigurationError(f"[partition] {name} is {value!r}, expected {types[name].__name__}")
 
 
 def partition(kind: str, labels: npt.ArrayLike, devices: int, seed: int, **parameters: Any) -> Partition:

@@ -262,7 +262,7 @@ def device_models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
 def deal(wanted: Simulation, data: Dataset) -> Partition:
     """Partitions the training data over the devices."""
     labels = data.train_labels.numpy()
-    settings = partition_settings(wanted, data)
+    settings = {**_required_settings(wanted, data), **wanted.partition_settings}
     return partition(wanted.partition, labels, wanted.devices, wanted.seed, **settings)
 
 
@@ -274,7 +274,7 @@ def limit_test_set(data: Dataset, wanted: Simulation) -> Dataset:
     return replace(data, test_images=data.test_images[rows], test_labels=data.test_labels[rows])
 
 
-def partition_settings(wanted: Simulation, data: Dataset) -> dict[str, Any]:
+def _required_settings(wanted: Simulation, data: Dataset) -> dict[str, Any]:
     """Returns the partition's required parameters, from the simulation's settings of the same names."""
     needed = partition_parameters(wanted.partition)
     return {name: data.train_clients if name == "clients" else getattr(wanted, name) for name in needed}

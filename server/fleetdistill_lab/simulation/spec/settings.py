@@ -64,6 +64,8 @@ class Simulation:
         partition: Partition of the data over devices, a name in `partition.PARTITIONS`.
         alpha: Concentration of the Dirichlet partition over devices, above 0.
         classes_per_device: Number of classes per device, for the partitions by classes.
+        partition_settings: The partition's further parameters, such as `min_size` or `balance`, as under [partition] in
+            the settings file. See the partition's function in `partition`.
         proxy_per_class: Number of training images per class, the last ones, to hold out as the proxy set. None means
             0 for methods without a proxy set, and else 8, or half the smallest class if it has fewer than 16. Set it
             for all methods of a comparison, so that they train on the same data.
@@ -136,6 +138,7 @@ class Simulation:
     partition: str = "dirichlet_by_class"
     alpha: float = 0.5
     classes_per_device: int = 2
+    partition_settings: Mapping[str, Any] = field(default_factory=dict)
     proxy_per_class: int | None = None
     validation_share: float = 0.0
     hostile: int = 0
