@@ -147,6 +147,17 @@ class TestFiles:
         assert torch.equal(part.train_clients, (numbers % 3)[[4, 7]])
         assert torch.equal(part.train_labels, data.train_labels[[4, 7]])
 
+    def test_clients_of_test_images_stay_with_their_rows(self, tmp_path: Path) -> None:
+        _write(tmp_path, "femnist_digits", train_clients=np.arange(40) % 3, test_clients=np.arange(10) % 4)
+        data = load_dataset("femnist-digits", tmp_path, train_limit=20)
+        assert data.test_clients is not None
+        assert data.test_clients.tolist() == (np.arange(10) % 4).tolist()
+        part = data.with_test_rows(np.array([7, 2]))
+        assert part.test_clients is not None
+        assert part.test_clients.tolist() == [3, 2]
+        assert torch.equal(part.test_images, data.test_images[[7, 2]])
+        assert torch.equal(part.test_labels, data.test_labels[[7, 2]])
+
     @pytest.mark.parametrize(
         ("clients", "found"), [(np.arange(39), r"int64 of shape \[39\]"), (np.zeros(40), r"float64 of shape \[40\]")]
     )

@@ -18,7 +18,7 @@ from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.models import path_of
 from fleetdistill_lab import Simulation, simulate
 from fleetdistill_lab.simulation.data.datasets import Dataset
-from fleetdistill_lab.simulation.data.own import digest_of, own_dataset, read_dataset
+from fleetdistill_lab.simulation.data.own import digest_of, own_dataset, read_dataset, save_dataset
 from fleetdistill_lab.simulation.folder import open_folder, saved_simulation
 from fleetdistill_server.cli.app import app
 
@@ -113,6 +113,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {**SPLIT, "train_clients": [1]},
         "train_clients is int64 of shape [1], expected an integer",
     ),
+    "test clients": (
+        {**SPLIT, "train_clients": [1] * 45, "test_clients": [1]},
+        "test_clients is int64 of shape [1], expected an integer for each of 15 test rows",
+    ),
+    "test clients only": ({**SPLIT, "test_clients": [1] * 15}, "has test_clients but no train_clients"),
     "few rows": ({"inputs": INPUTS[:6], "labels": LABELS[:6]}, "6 rows are too few to split off a fifth"),
 }
 
@@ -180,6 +185,17 @@ def test_functions_are_models_by_their_path() -> None:
     assert wanted.models == ("own_model:narrow", "digits_linear")
     assert wanted.extractor == "own_model:extractor"
     assert path_of(own_model.wide) == "own_model:wide"
+
+
+def test_clients_are_saved_with_a_data_set(tmp_path: Path) -> None:
+    train_clients, test_clients = np.arange(45) % 4, np.arange(15) % 4
+    arrays: dict[str, Any] = {**SPLIT, "train_clients": train_clients}
+    data = own_dataset({**arrays, "test_clients": test_clients})
+    save_dataset(data, tmp_path / "data.npz")
+    again = read_dataset(tmp_path / "data.npz")
+    assert again.test_clients is not None
+    assert again.test_clients.tolist() == test_clients.tolist()
+    assert digest_of(again) == digest_of(data) != digest_of(own_dataset(arrays))
 
 
 def test_own_data_are_kept_and_resumed_without_the_file(tmp_path: Path) -> None:

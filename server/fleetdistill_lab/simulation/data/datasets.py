@@ -56,7 +56,7 @@ _FIRST_LABEL = {"emnist-letters": 1}
 """The smallest of torchvision's labels, for data sets where it is not 0."""
 _HOW_TO_PROVIDE = "create the file, or set --data-dir or FLEETDISTILL_DATA to its folder"
 _KEYS = ("train_images", "train_labels", "test_images", "test_labels")
-_CLIENTS = {"train_clients"}
+_CLIENTS = {"train_clients", "test_clients"}
 """Optional keys of an `.npz` file."""
 _Arrays = dict[str, npt.NDArray[Any]]
 
@@ -73,6 +73,7 @@ class Dataset:
         test_labels: Like `train_labels`.
         classes: Class names, in label order.
         train_clients: `[N]` int64, the client that each training image comes from; None if unknown.
+        test_clients: Like `train_clients`.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Dataset:
     test_labels: Tensor
     classes: tuple[str, ...]
     train_clients: Tensor | None = None
+    test_clients: Tensor | None = None
 
     def without_images(self) -> Dataset:
         """Returns a copy without images, of which only the shape of one is left; labels stay."""
@@ -96,6 +98,16 @@ class Dataset:
             train_images=self.train_images[rows],
             train_labels=self.train_labels[rows],
             train_clients=None if clients is None else clients[rows],
+        )
+
+    def with_test_rows(self, rows: npt.NDArray[np.int64]) -> Dataset:
+        """Returns a copy with only these test images, in this order; the training images are unchanged."""
+        clients = self.test_clients
+        return replace(
+            self,
+            test_images=self.test_images[rows],
+            test_labels=self.test_labels[rows],
+            test_clients=None if clients is None else clients[rows],
         )
 
 
@@ -113,7 +125,8 @@ def load_dataset(
     `<folder>/<name>/<name>.npz` (name with `_`; arrays `train_images`, `train_labels`, `test_images`, `test_labels`;
     images uint8 `[N, H, W]` or `[N, H, W, 3]`). The folder is `data_dir`, else the variable FLEETDISTILL_DATA, else a
     folder in the user's cache. If the file does not exist, torchvision downloads the data set into the folder. Only
-    `femnist-digits` cannot be downloaded; its file also has `train_clients`, `[N]` integers.
+    `femnist-digits` cannot be downloaded; its file also has `train_clients` and, optionally, `test_clients`, `[N]`
+    integers.
 
     Args:
         name: A name in `DATASETS`; `-` and `_` are equivalent.
@@ -134,13 +147,14 @@ def load_dataset(
     rows = np.arange(len(arrays["train_labels"]))
     if train_limit is not None and train_limit < len(rows):
         rows = stratified_rows(arrays["train_labels"], train_limit, seed)
-    clients = arrays.get("train_clients")
+    clients, test_clients = arrays.get("train_clients"), arrays.get("test_clients")
     return Dataset(
         name,
         *(_resize(arrays["train_images"][rows], image_size), _label_tensor(arrays["train_labels"][rows])),
         *(_resize(arrays["test_images"], image_size), _label_tensor(arrays["test_labels"])),
         DATASETS[name],
         None if clients is None else _label_tensor(clients[rows]),
+        None if test_clients is None else _label_tensor(test_clients),
     )
 
 
@@ -194,8 +208,8 @@ def _images(name: str, data_dir: str | os.PathLike[str] | None) -> _Arrays:
     arrays = _read(file) if file.is_file() else _download(name, folder, file)
     for part in ("train", "test"):
         _check(arrays[f"{part}_images"], arrays[f"{part}_labels"], len(DATASETS[name]), f"{name}, {part} part")
-    if (clients := arrays.get("train_clients")) is not None:
-        _check_clients(clients, len(arrays["train_labels"]), f"{name}, train part")
+        if (clients := arrays.get(f"{part}_clients")) is not None:
+            _check_clients(clients, len(arrays[f"{part}_labels"]), f"{name}, {part} part")
     return arrays
 
 

@@ -23,8 +23,9 @@ Arrays = Mapping[str, npt.ArrayLike]
 _TEST_SHARE = 0.2
 _SPLIT = ("train_inputs", "train_labels", "test_inputs", "test_labels")
 _WHOLE = ("inputs", "labels")
-_OPTIONAL = ("classes", "train_clients", "name")
-_EXPECTED = f"give {' and '.join(_WHOLE)}, or {', '.join(_SPLIT)}; classes and train_clients are optional"
+_CLIENTS = ("train_clients", "test_clients")
+_OPTIONAL = ("classes", *_CLIENTS, "name")
+_EXPECTED = f"give {' and '.join(_WHOLE)}, or {', '.join(_SPLIT)}; classes and {', '.join(_CLIENTS)} are optional"
 
 
 def own_dataset(given: Arrays | tuple[npt.ArrayLike, npt.ArrayLike], name: str = "own-data") -> Dataset:
@@ -38,7 +39,9 @@ def own_dataset(given: Arrays | tuple[npt.ArrayLike, npt.ArrayLike], name: str =
             * `inputs` and `labels`: a fixed fifth of each class becomes the test set; or
             * `train_inputs`, `train_labels`, `test_inputs` and `test_labels`;
             * `classes`, optional: class names in label order; by default the numbers up to the largest label;
-            * `train_clients`, optional, with `train_inputs` only: `[N]` integers, the client of each training row;
+            * `train_clients`, optional, with `train_inputs` only: `[N]` integers, the client of each training row, such
+              as its writer or its source;
+            * `test_clients`, optional, with `train_clients` only: the client of each test row;
             * `name`, optional: overrides the argument `name`.
         name: Name of the data set in reports.
 
@@ -63,7 +66,7 @@ def own_dataset(given: Arrays | tuple[npt.ArrayLike, npt.ArrayLike], name: str =
         _inputs(parts["test_inputs"]),
         _labels(parts["test_labels"]),
         classes,
-        _clients(arrays.get("train_clients"), len(parts["train_labels"])),
+        *(_clients(arrays, part, len(parts[f"{part}_labels"])) for part in ("train", "test")),
     )
 
 
@@ -90,14 +93,14 @@ def read_dataset(file: Path) -> Dataset:
 
 def save_dataset(data: Dataset, file: Path) -> None:
     """Writes a data set to an .npz file that `read_dataset` reads."""
-    clients = {} if data.train_clients is None else {"train_clients": data.train_clients.numpy()}
-    np.savez(file, **_as_arrays(data), classes=np.array(data.classes), name=np.array(data.name), **clients)  # type: ignore[arg-type]
+    arrays = _as_arrays(data) | _clients_of(data)
+    np.savez(file, **arrays, classes=np.array(data.classes), name=np.array(data.name))  # type: ignore[arg-type]
 
 
 def digest_of(data: Dataset) -> str:
     """Returns the SHA-256 of a data set's name, classes and arrays, as hexadecimal digits."""
     digest = hashlib.sha256(repr((data.name, data.classes)).encode())
-    for array in (*_as_arrays(data).values(), *([] if data.train_clients is None else [data.train_clients.numpy()])):
+    for array in (*_as_arrays(data).values(), *_clients_of(data).values()):
         digest.update(repr((array.dtype.str, array.shape)).encode() + np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
 
@@ -129,6 +132,11 @@ def _as_arrays(data: Dataset) -> dict[str, npt.NDArray[Any]]:
     return {key: tensor.numpy() for key, tensor in zip(_SPLIT, tensors, strict=True)}
 
 
+def _clients_of(data: Dataset) -> dict[str, npt.NDArray[Any]]:
+    known = zip(_CLIENTS, (data.train_clients, data.test_clients), strict=True)
+    return {key: clients.numpy() for key, clients in known if clients is not None}
+
+
 def _by_name(given: Arrays | tuple[npt.ArrayLike, npt.ArrayLike]) -> Arrays:
     if isinstance(given, Mapping):
         return given
@@ -143,6 +151,8 @@ def _check_keys(arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     unknown = sorted(arrays.keys() - {*needed, *_OPTIONAL})
     if missing:
         raise DataError(f"the data set has no {', '.join(missing)}; {_EXPECTED}")
+    if "test_clients" in arrays and "train_clients" not in arrays:
+        raise DataError("the data set has test_clients but no train_clients; give both, or train_clients alone")
     if unknown:
         raise DataError(f"the data set has unknown arrays {', '.join(unknown)}; {_EXPECTED}")
 
@@ -194,13 +204,14 @@ def _classes(names: npt.NDArray[Any] | None, count: int) -> tuple[str, ...]:
     return result
 
 
-def _clients(clients: npt.NDArray[Any] | None, rows: int) -> Tensor | None:
+def _clients(arrays: Mapping[str, npt.NDArray[Any]], part: str, rows: int) -> Tensor | None:
+    clients = arrays.get(f"{part}_clients")
     if clients is None:
         return None
     if clients.shape != (rows,) or not np.issubdtype(clients.dtype, np.integer):
         raise DataError(
-            f"train_clients is {clients.dtype} of shape {list(clients.shape)}, expected an integer for each of {rows} "
-            "training rows"
+            f"{part}_clients is {clients.dtype} of shape {list(clients.shape)}, expected an integer for each of {rows} "
+            f"{'training' if part == 'train' else 'test'} rows"
         )
     return _labels(clients)
 

@@ -248,7 +248,7 @@ def class_shards(labels: npt.ArrayLike, devices: int, classes_per_device: int, s
 
 
 def by_client(labels: npt.ArrayLike, devices: int, clients: npt.ArrayLike | None, seed: int) -> Partition:
-    """Gives device k all rows of the data set's k-th client, such as its k-th writer; deterministic.
+    """Gives device k all rows of the data set's k-th client, such as its k-th writer or source; deterministic.
 
     The rows of further clients are not used.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +271,7 @@ def limit_test_set(data: Dataset, wanted: Simulation) -> Dataset:
     if wanted.test_limit is None or wanted.test_limit >= len(data.test_labels):
         return data
     rows = stratified_rows(data.test_labels.numpy(), wanted.test_limit, wanted.seed)
-    return replace(data, test_images=data.test_images[rows], test_labels=data.test_labels[rows])
+    return data.with_test_rows(rows)
 
 
 def _required_settings(wanted: Simulation, data: Dataset) -> dict[str, Any]:
