@@ -31,7 +31,8 @@ _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Repeat runs that 
 @report_errors
 def compare(
     config: Annotated[
-        Path | None, typer.Argument(help="TOML file with settings in the sections [simulation], [method] and [fleet].")
+        Path | None,
+        typer.Argument(help="TOML file with settings in the sections [simulation], [method], [partition], [fleet]."),
     ] = None,
     method: Annotated[
         list[str] | None, typer.Option("--method", help="A method; repeatable. Differences are from the first one.")
@@ -76,7 +77,7 @@ def _sections(config: Path | None, texts: Sequence[str], methods: Sequence[str])
     """Returns the settings of a file and of `--set`: by section, and those of single methods by method."""
     from fleetdistill_lab.simulation.options import read_settings
 
-    known = (*methods, "simulation", "fleet", "method")
+    known = (*methods, "simulation", "partition", "fleet", "method")
     for text in texts:
         section = text.partition(".")[0].strip()
         if "." in text and section not in known:

@@ -35,8 +35,8 @@ __all__ = [
 ]
 
 Sections = Mapping[str, Mapping[str, Any]]
-"""Settings by section: `simulation`, `fleet`, and `method` for all methods that have the setting."""
-SECTIONS = ("simulation", "fleet", "method")
+"""Settings by section: `simulation`, `partition`, `fleet`, and `method` for all methods that have the setting."""
+SECTIONS = ("simulation", "partition", "fleet", "method")
 SCALE = "paper"
 """The scale of a file's settings outside [scales]."""
 
@@ -105,6 +105,7 @@ class _File(_Part):
     reference: str = ""
     target: Target | None = None
     simulation: dict[str, Any] = {}
+    partition: dict[str, Any] = {}
     fleet: dict[str, Any] = {}
     method: dict[str, Any] = {}
     grid: dict[str, list[Any] | dict[str, dict[str, Any]]] = {}
@@ -209,7 +210,7 @@ class Experiment:
                 "with_alone": False,
                 "with_fedavg": False,
             },
-            "fleet": {**self.sections.get("fleet", {}), **of_point["fleet"]},
+            **{name: {**self.sections.get(name, {}), **of_point[name]} for name in ("partition", "fleet")},
             "method": {**{name: value for name, value in for_all.items() if name in known}, **entry.settings},
         }
         sections = {name: values for name, values in sections.items() if values}
