@@ -23,6 +23,7 @@ from support.outside import fresh_process
 from support.processes import COMMAND, PATIENCE_SECONDS, wait_until
 from typer.testing import CliRunner
 
+from fleetdistill_lab.experiments.definition import find_experiment, read_experiment
 from fleetdistill_server.cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,8 @@ PAGES.append("docs/operations.md")
 PRIVATE_TINY = "--set simulation.test_limit=60"
 """Of a private simulation, whose noise needs more rows."""
 TINY = f"--rounds 1 --set simulation.control_rounds=1 --set simulation.train_limit=150 {PRIVATE_TINY}"
+SMALLER = {'seeds = "0-4"': "seeds = [0]", "rounds = 20": "rounds = 1", "alpha = [0.1, 1.0]\n": "alpha = [1.0]\n"}
+"""Of the experiment in docs/how-to/run-experiments.md."""
 SHELL_ONLY = (". .venv", "pip install", "make ")
 """Lines that set up an environment: this one is set up already. Targets of make are looked up."""
 NEEDS = {
@@ -80,6 +83,10 @@ class Reader:
     def follow(self, found: list[Block]) -> None:
         for block in found:
             text = self.here(block.text)
+            if block.title == "fedprox.toml":
+                for written, smaller in SMALLER.items():
+                    assert written in text, written
+                    text = text.replace(written, smaller)
             if block.title:
                 (self.folder / block.title).write_text(text)
             elif block.language == "python":
@@ -119,7 +126,10 @@ class Reader:
             assert script.ended() == 0, script.said
 
     def command(self, words: list[str]) -> None:
-        """A command in this process."""
+        """A command in this process; an experiment of the package takes minutes, so that only its file is read."""
+        if words[:2] == ["experiment", "run"] and not words[2].endswith(".toml"):
+            assert read_experiment(find_experiment(words[2]), words[words.index("--scale") + 1]).cells()
+            return
         if words[0] == "simulate":
             words = [*words, *(PRIVATE_TINY if any("epsilon" in word for word in words) else TINY).split()]
         result = CliRunner().invoke(app, words)
@@ -188,10 +198,16 @@ SIMULATES = [
     f"docs/how-to/{name}.md" for name in ("audit-a-run", "choose-a-method", "keep-rows-private", "read-a-report")
 ]
 """Pages that simulate for long; docs/tutorials/first-fleet.md does so in little time."""
+DRAWS = "docs/how-to/run-experiments.md"
 
 
 def marks(page: str) -> list[pytest.MarkDecorator]:
-    return [*([pytest.mark.slow] if serves(page) else []), *([pytest.mark.long] if page in SIMULATES else [])]
+    of_page = (
+        (pytest.mark.slow, serves(page)),
+        (pytest.mark.long, page in SIMULATES),
+        (pytest.mark.pictures, page == DRAWS),
+    )
+    return [mark for mark, applies in of_page if applies]
 
 
 @pytest.mark.long

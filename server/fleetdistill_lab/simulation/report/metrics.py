@@ -312,7 +312,12 @@ def rounds_to(curve: Sequence[float | None], target: float) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class BoxPlot:
-    """Quartiles and extremes of a curve's last 20 rounds; quartiles are interpolated linearly."""
+    """A curve's last 20 rounds.
+
+    Attributes:
+        minimum, maximum: Extremes.
+        lower_quartile, median, upper_quartile: Quartiles, interpolated linearly.
+    """
 
     minimum: float
     lower_quartile: float
