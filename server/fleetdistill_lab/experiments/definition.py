@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -92,6 +92,23 @@ class Claim(_Part):
     at: list[str] = []
 
 
+class Tune(_Part):
+    """A setting whose value is chosen for each method and grid point, on validation data.
+
+    The validation data are 20 % of each device's training rows, with the first seed; the other seeds and all test
+    data are not looked at.
+
+    Attributes:
+        setting: The setting, such as `method.learning_rate`. A method without it is not tuned.
+        values: Values to try.
+        metric: Name in `METRICS` of what is best with the chosen value.
+    """
+
+    setting: str
+    values: list[Any] = Field(min_length=2)
+    metric: str = "accuracy"
+
+
 class _File(_Part):
     """Contents of an experiment's file."""
 
@@ -104,6 +121,7 @@ class _File(_Part):
     metrics: list[str] = ["accuracy", "own_accuracy"]
     reference: str = ""
     target: Target | None = None
+    tune: Tune | None = None
     simulation: dict[str, Any] = {}
     partition: dict[str, Any] = {}
     fleet: dict[str, Any] = {}
@@ -149,6 +167,7 @@ class Experiment:
         metrics: Names in `METRICS`, one table each.
         reference: Label of the method from which differences are.
         target: Level of a metric for rounds, exchanges, steps and bytes to it.
+        tune: Setting to tune for each method; None for none.
         sections: Settings of all runs.
         grid: For each axis, the settings of its points by their name.
         claims: What the source says of the methods' order.
@@ -165,6 +184,7 @@ class Experiment:
     metrics: Sequence[str] = ("accuracy", "own_accuracy")
     reference: str = ""
     target: Target | None = None
+    tune: Tune | None = None
     sections: Sections = field(default_factory=dict)
     grid: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     claims: Sequence[Claim] = ()
@@ -179,24 +199,55 @@ class Experiment:
             for chosen in itertools.product(*axes)
         }
 
-    def cells(self) -> list[Cell]:
+    def tuning_cells(self) -> list[tuple[Any, Cell]]:
+        """Returns the runs from which tuned values are chosen, each with its value; empty without `tune`.
+
+        Raises:
+            ConfigurationError: As for `cells`.
+        """
+        self.check_names()
+        if self.tune is None:
+            return []
+        key, changes = _full(self.tune.setting), {"simulation.test_part": "local_split"}
+        return [
+            (value, self._cell(label, point, self.seeds[0], {**changes, key: value}))
+            for point in self.points
+            for label in self.methods
+            if self._is_tuned(label)
+            for value in self.tune.values
+        ]
+
+    def _is_tuned(self, label: str) -> bool:
+        assert self.tune is not None
+        section, _, name = _full(self.tune.setting).partition(".")
+        return section != "method" or name in self._settings_of(label)
+
+    def cells(self, tuned: Mapping[tuple[str, str], Any] | None = None) -> list[Cell]:
         """Returns all cells, seeds outermost, so that a stopped experiment has whole seeds.
+
+        Args:
+            tuned: Chosen values by label and grid point.
 
         Raises:
             ConfigurationError: A method, a setting or a label is unknown, or a setting is out of range.
         """
         self.check_names()
-        points = self.points
+        key, chosen = "" if self.tune is None else _full(self.tune.setting), tuned or {}
         return [
-            self._cell(label, entry, point, settings, seed)
+            self._cell(label, point, seed, {key: chosen[label, point]} if (label, point) in chosen else {})
             for seed in self.seeds
-            for point, settings in points.items()
-            for label, entry in self.methods.items()
+            for point in self.points
+            for label in self.methods
         ]
 
-    def _cell(self, label: str, entry: MethodEntry, point: str, settings: Mapping[str, Any], seed: int) -> Cell:
-        method = entry.method or label
-        known = {item.name for item in fields(config_class(method))}
+    def _settings_of(self, label: str) -> set[str]:
+        """Returns the names of the settings of a label's method."""
+        return {item.name for item in fields(config_class(self.methods[label].method or label))}
+
+    def _cell(self, label: str, point: str, seed: int, changes: Mapping[str, Any]) -> Cell:
+        """Returns a cell with further settings, by `section.key`, that precede all others."""
+        entry, settings = self.methods[label], self.points[point]
+        method, known = entry.method or label, self._settings_of(label)
         of_point = {name: _of_section(settings, name) for name in SECTIONS}
         for_all = {**self.sections.get("method", {}), **of_point["method"]}
         sections = {
@@ -213,6 +264,7 @@ class Experiment:
             **{name: {**self.sections.get(name, {}), **of_point[name]} for name in ("partition", "fleet")},
             "method": {**{name: value for name, value in for_all.items() if name in known}, **entry.settings},
         }
+        sections = {name: {**values, **_of_section(changes, name)} for name, values in sections.items()}
         sections = {name: values for name, values in sections.items() if values}
         where = f"{label}: "
         checked = {name: check_section(where, name, values, Path()) for name, values in sections.items()}
@@ -222,12 +274,20 @@ class Experiment:
 
     def check_names(self) -> None:
         """Raises ConfigurationError for labels, metrics, points and settings that do not exist."""
-        settings = {item.name for entry in self._methods() for item in fields(config_class(entry))}
-        given = [*self.sections.get("method", {}), *(key.partition(".")[2] for key in self._keys("method"))]
+        settings = {name for label in self.methods for name in self._settings_of(label)}
+        keys = [key for points in self.grid.values() for of in points.values() for key in of]
+        for key in (*keys, *([_full(self.tune.setting)] if self.tune else [])):
+            if key.partition(".")[0] not in SECTIONS:
+                raise ConfigurationError(f"{key}: {unknown_name('section', key.partition('.')[0], SECTIONS)}")
+        given = [
+            *self.sections.get("method", {}),
+            *(key.partition(".")[2] for key in keys if key.startswith("method.")),
+        ]
         for name in given:
             if name not in settings:
                 raise ConfigurationError(f"method.{name}: none of {', '.join(self._methods())} has this setting")
-        for metric in (*self.metrics, *self.printed, *(claim.metric for claim in self.claims if claim.metric)):
+        tuned = [self.tune.metric] if self.tune else []
+        for metric in (*self.metrics, *tuned, *self.printed, *(claim.metric for claim in self.claims if claim.metric)):
             if metric not in METRICS:
                 raise ConfigurationError(unknown_name("metric", metric, METRICS))
             if METRICS[metric].needs_target and self.target is None:
@@ -254,11 +314,6 @@ class Experiment:
 
     def _methods(self) -> list[str]:
         return list(dict.fromkeys(entry.method or label for label, entry in self.methods.items()))
-
-    def _keys(self, section: str) -> Iterator[str]:
-        for points in self.grid.values():
-            for settings in points.values():
-                yield from (key for key in settings if key.startswith(f"{section}."))
 
 
 def _of_section(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
@@ -333,6 +388,7 @@ def _make(file: Path, contents: Mapping[str, Any], scale: str) -> Experiment:
         metrics=read.metrics,
         reference=read.reference,
         target=read.target,
+        tune=read.tune,
         sections={name: getattr(read, name) for name in SECTIONS},
         grid={axis: _points(axis, points) for axis, points in read.grid.items()},
         methods=read.methods,

@@ -19,11 +19,13 @@ from fleetdistill_lab.experiments.figures import (
     draw_partitions,
     save_figure,
 )
+from fleetdistill_lab.experiments.metrics import METRICS
 from fleetdistill_lab.experiments.results import FAILED, FINISHED, Results
 from fleetdistill_lab.experiments.summary import check_claim, lines_of, summarize
 from fleetdistill_lab.experiments.tables import (
     Table,
     claim_table,
+    format_value,
     model_table,
     save_csv,
     save_latex,
@@ -117,6 +119,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
     warnings = _warnings(experiment, results, by_status)
     sections = [
         *metrics,
+        _tuning_section(experiment, results),
         *_curve_sections(results, writer),
         *_fleet_sections(results, writer),
         _runs_section(results, finished),
@@ -196,6 +199,19 @@ def _metric_sections(
             caption = f"Accuracy by bytes {point}".strip()
             models.figures.append(writer.figure(draw_lines(drawn, point), name, caption))
     return [tables, claims, models], short
+
+
+def _tuning_section(experiment: Experiment, results: Results) -> _Section:
+    if experiment.tune is None:
+        return _Section("Tuned settings")
+    metric, found = METRICS[experiment.tune.metric], results.tuned(experiment)
+    rows = [
+        [label, point, *(f"{value} ({format_value(rate, None, metric.unit)})" for value, rate in of)]
+        for (label, point), of in found.items()
+    ]
+    header = ["method", "grid point", "chosen", *["tried"] * (len(experiment.tune.values) - 1)]
+    said = f"{experiment.tune.setting} by {metric.title[0].lower()}{metric.title[1:]}, on held-out training rows."
+    return _Section("Tuned settings", [said], [Table(experiment.tune.setting, header, rows)])
 
 
 def _curve_sections(results: Results, writer: _Writer) -> list[_Section]:

@@ -20,7 +20,7 @@ from sqlite_utils import Database
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill_lab.experiments.definition import Cell, Experiment
-from fleetdistill_lab.experiments.metrics import CURVES, Report, Target, curve_of, read_metrics
+from fleetdistill_lab.experiments.metrics import CURVES, METRICS, Report, Target, curve_of, read_metrics
 from fleetdistill_lab.simulation.report.comparison import NAMES
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ _PACKAGES = ("fleetdistill", "torch", "torchvision", "numpy", "scikit-learn", "s
 _TABLES: Mapping[str, tuple[dict[str, type], tuple[str, ...]]] = {
     "experiment": ({"schema_version": int, "name": str, "title": str, "scale": str, "definition": str}, ("name",)),
     "cells": ({"label": str, "point": str, "seed": int, "run": str}, ("label", "point", "seed")),
+    "tuning": ({"label": str, "point": str, "value": str, "run": str}, ("label", "point", "value")),
     "runs": (
         {
             "run": str,
@@ -212,6 +213,36 @@ class Results:
                 for cell in cells
             )
 
+    def tune(self, experiment: Experiment, tried: Sequence[tuple[Any, Cell]]) -> dict[tuple[str, str], Any]:
+        """Stores the runs that tried values, and returns the best value by label and grid point.
+
+        Args:
+            experiment: The experiment.
+            tried: Values with their cells, whose runs have ended.
+        """
+        with self.database.conn:
+            self.database.table("tuning").delete_where()
+            self.database.table("tuning").insert_all(
+                {"label": cell.label, "point": cell.point, "value": json.dumps(value), "run": cell.run}
+                for value, cell in tried
+            )
+        return {key: of[0][0] for key, of in self.tuned(experiment).items()}
+
+    def tuned(self, experiment: Experiment) -> dict[tuple[str, str], list[tuple[Any, float]]]:
+        """Returns the tried values by label and grid point, each with its metric, the best one first."""
+        if experiment.tune is None:
+            return {}
+        rows = self.database.query(
+            "SELECT label, point, tuning.value AS tried, metrics.value AS rate FROM tuning JOIN metrics USING (run) "
+            "WHERE metric = ? AND metrics.value IS NOT NULL ORDER BY tuning.rowid",
+            [experiment.tune.metric],
+        )
+        found: dict[tuple[str, str], list[tuple[Any, float]]] = {}
+        for row in rows:
+            found.setdefault((row["label"], row["point"]), []).append((json.loads(row["tried"]), row["rate"]))
+        sign = -1 if METRICS[experiment.tune.metric].higher_is_better else 1
+        return {key: sorted(of, key=lambda one: sign * one[1]) for key, of in found.items()}
+
     def finished(self) -> set[str]:
         """Returns the names of the finished runs."""
         return {row["run"] for row in self.database["runs"].rows_where("status = ?", [FINISHED])}
@@ -265,7 +296,7 @@ class Results:
 
     def _delete(self, run: str) -> None:
         for name in _TABLES:
-            if "run" in _TABLES[name][0] and name != "cells":
+            if "run" in _TABLES[name][0] and name not in ("cells", "tuning"):
                 self.database.table(name).delete_where("run = ?", [run])
 
     def values(self, metric: str) -> dict[str, dict[str, dict[int, float]]]:

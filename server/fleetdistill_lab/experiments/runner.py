@@ -11,7 +11,8 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,83 +117,87 @@ def run_experiment(
     """
     if workers < 1:
         raise ConfigurationError(f"workers is {workers}, must be at least 1")
-    cells = experiment.cells()
+    tried = experiment.tuning_cells()
+    experiment.cells()  # checks all settings
     out.mkdir(parents=True, exist_ok=True)
     lock = lock_file(out / "lock")
     if lock is None:
         raise DataError(f"the experiment is running in {out}; wait for it, or choose another --out folder")
-    with lock:
-        results = Results(out)
+    with lock, closing(Results(out)) as results:
+        run = _Run(experiment, results, workers, overwrite, data_dir, lock.fileno(), on_progress)
         try:
+            run.cells([cell for _, cell in tried])
+            cells = experiment.cells(results.tune(experiment, tried))
             results.begin(experiment, cells, definition)
-            unique = {cell.run: cell for cell in reversed(cells)}  # the first cell of each run
-            finished = set() if overwrite else results.finished() & unique.keys()
-            if overwrite:
-                for run in unique:
-                    shutil.rmtree(out / "runs" / run, ignore_errors=True)
-            _read_again(results, experiment, [unique[run] for run in finished])
-            pending = [cell for cell in cells if cell is unique[cell.run] and cell.run not in finished]
-            _run_all(experiment, results, pending, len(finished), workers, data_dir, lock.fileno(), on_progress)
+            run.cells(cells)
         finally:
             results.save_parquet()
-            results.close()
     return cells
 
 
-def _read_again(results: Results, experiment: Experiment, cells: Iterable[Cell]) -> None:
-    """Reads the reports of finished runs again, because the target or the metrics may have changed."""
-    for cell in cells:
-        folder = results.folder / "runs" / cell.run
-        results.add(cell, json.loads((folder / "report.json").read_text()), round_seconds(folder), experiment.target)
+@dataclass(frozen=True)
+class _Run:
+    """One call of `run_experiment`; attributes as its arguments, and the results and the lock's file descriptor."""
 
+    experiment: Experiment
+    results: Results
+    workers: int
+    overwrite: bool
+    data_dir: Path | None
+    lock: int
+    on_progress: Callable[[Progress], object]
 
-def _run_all(
-    experiment: Experiment,
-    results: Results,
-    pending: Sequence[Cell],
-    finished: int,
-    workers: int,
-    data_dir: Path | None,
-    lock: int,
-    on_progress: Callable[[Progress], object],
-) -> None:
-    total, failed = finished + len(pending), 0
-    times = _Times({cell.run: 1.0 for cell in pending}, {cell.run: cell.label for cell in pending})
-    todo: queue.SimpleQueue[Cell] = queue.SimpleQueue()
-    events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-    for cell in pending:
-        todo.put(cell)
-    pool = [_Worker(results.folder / "runs", todo, events, data_dir, lock) for _ in range(min(workers, len(pending)))]
-    ended = 0
-    try:
-        while ended < len(pending):
-            event = events.get()
-            times.left[event.cell.run] = event.left
-            if not event.ended:
-                on_progress(Progress(total, finished, failed, times.estimate(workers)))
-                continue
-            ended += 1
-            seconds = 0.0
-            if event.error:
-                failed += 1
-                results.fail(event.cell, event.error)
-            else:
-                finished += 1
-                seconds = _store(results, experiment, event.cell)
-                times.seconds.setdefault(event.cell.label, []).append(seconds)
-            on_progress(Progress(total, finished, failed, times.estimate(workers), event.cell, event.error, seconds))
-    finally:
-        for worker in pool:
-            worker.stop()
+    def cells(self, cells: Sequence[Cell]) -> None:
+        """Runs what is missing of some cells."""
+        unique = {cell.run: cell for cell in reversed(cells)}  # the first cell of each run
+        finished = set() if self.overwrite else self.results.finished() & unique.keys()
+        if self.overwrite:
+            for run in unique:
+                shutil.rmtree(self.results.folder / "runs" / run, ignore_errors=True)
+        for run in finished:  # read again, because the target or the metrics may have changed
+            self._store(unique[run])
+        pending = [cell for cell in cells if cell is unique[cell.run] and cell.run not in finished]
+        self._run_all(pending, len(finished))
 
+    def _run_all(self, pending: Sequence[Cell], finished: int) -> None:
+        total, failed = finished + len(pending), 0
+        times = _Times({cell.run: 1.0 for cell in pending}, {cell.run: cell.label for cell in pending})
+        todo: queue.SimpleQueue[Cell] = queue.SimpleQueue()
+        events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        for cell in pending:
+            todo.put(cell)
+        folder, number = self.results.folder / "runs", min(self.workers, len(pending))
+        pool = [_Worker(folder, todo, events, self.data_dir, self.lock) for _ in range(number)]
+        ended = 0
+        try:
+            while ended < len(pending):
+                event = events.get()
+                times.left[event.cell.run] = event.left
+                if not event.ended:
+                    self.on_progress(Progress(total, finished, failed, times.estimate(self.workers)))
+                    continue
+                ended += 1
+                seconds = 0.0
+                if event.error:
+                    failed += 1
+                    self.results.fail(event.cell, event.error)
+                else:
+                    finished += 1
+                    seconds = self._store(event.cell)
+                    times.seconds.setdefault(event.cell.label, []).append(seconds)
+                left = times.estimate(self.workers)
+                self.on_progress(Progress(total, finished, failed, left, event.cell, event.error, seconds))
+        finally:
+            for worker in pool:
+                worker.stop()
 
-def _store(results: Results, experiment: Experiment, cell: Cell) -> float:
-    """Stores a finished run and deletes its state, which nothing needs any more; returns its duration in seconds."""
-    folder = results.folder / "runs" / cell.run
-    report = json.loads((folder / "report.json").read_text())
-    results.add(cell, report, round_seconds(folder), experiment.target)
-    shutil.rmtree(folder / "work")
-    return float(report["seconds"])
+    def _store(self, cell: Cell) -> float:
+        """Stores a finished run and deletes its state, which nothing needs any more; returns its duration."""
+        folder = self.results.folder / "runs" / cell.run
+        report = json.loads((folder / "report.json").read_text())
+        self.results.add(cell, report, round_seconds(folder), self.experiment.target)
+        shutil.rmtree(folder / "work", ignore_errors=True)
+        return float(report["seconds"])
 
 
 class _Worker:

@@ -21,6 +21,7 @@ __all__ = [
     "Table",
     "change_table",
     "claim_table",
+    "format_value",
     "model_table",
     "rich_table",
     "save_csv",
