@@ -362,8 +362,10 @@ class TorchCompute(DeliveringCompute[nn.Module]):
             return {}, None
 
     def _counts(self, model: nn.Module, split: str) -> Counts:
+        return self._counts_on(model, self._scored_tensors[split])
+
+    def _counts_on(self, model: nn.Module, data: TensorData | LazyData) -> Counts:
         """Returns the scores of a model; uses cached features if its extractor is fixed."""
-        data = self._scored_tensors[split]
         if isinstance(model, SpaceModel):
             rows = torch.from_numpy(np.array(model.fixed.of(data.inputs)))
             return evaluate(model.above, TensorData(rows, data.labels), self._classes)

@@ -137,7 +137,7 @@ class ModelRow:
         seed: Seed of the run.
         model: `devices`, `global`, or the name of a variant such as `general` and `personal`.
         accuracy: Mean accuracy over the devices on all classes; None if it was not scored.
-        own_accuracy: The same with classes weighted by each device's samples.
+        own_accuracy: As `ComparisonRow.own_accuracy`.
         bytes: Bytes from and to a device in the whole run.
         exchanges: Mean number of a device's exchanges.
         devices: Number of devices that the means are over.

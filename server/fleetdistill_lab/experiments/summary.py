@@ -57,7 +57,7 @@ class Line:
         seeds: Number of seeds that have it.
         accuracy, accuracy_spread: Mean accuracy on all classes, and its standard deviation over seeds; None if it was
             not scored, or with a single seed.
-        own_accuracy, own_accuracy_spread: The same with classes weighted by each device's samples.
+        own_accuracy, own_accuracy_spread: The same of `ComparisonRow.own_accuracy`.
         bytes: Mean bytes from and to a device in the whole run.
         exchanges: Mean number of a device's exchanges.
         devices: Number of devices that a seed's means are over; the smallest one of the seeds.

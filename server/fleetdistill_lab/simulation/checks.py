@@ -17,7 +17,9 @@ from fleetdistill_lab.simulation.backends.choice import check_backend
 from fleetdistill_lab.simulation.controls.fedavg import check_fedavg
 from fleetdistill_lab.simulation.controls.local_only import start_model
 from fleetdistill_lab.simulation.data.datasets import Dataset
+from fleetdistill_lab.simulation.data.local_tests import GLOBAL, LOCAL_CLIENT, LOCAL_SPLIT, TEST_PARTS
 from fleetdistill_lab.simulation.data.partition import check_partition_settings
+from fleetdistill_lab.simulation.data.split import Partition
 from fleetdistill_lab.simulation.report.metrics import check_top_k
 from fleetdistill_lab.simulation.report.plots import check_figure
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
@@ -25,7 +27,7 @@ from fleetdistill_lab.simulation.spec.hostile import ATTACKS
 from fleetdistill_lab.simulation.spec.plan import (
     NO_DEADLINE_SECONDS,
     RUN,
-    deal,
+    deal_with_tests,
     device_models,
     hold_out_proxy,
     make_run_config,
@@ -91,6 +93,7 @@ def _check_scores(wanted: Simulation) -> None:
         value = getattr(wanted, name)
         if value is not None and value < 1:
             raise ConfigurationError(f"{name} is {value}, must be at least 1")
+    _check_test_part(wanted)
     if wanted.score_rows is not None and not wanted.scores_devices:
         raise ConfigurationError(f"score_rows counts rows for device models, which score {wanted.score} omits")
     if wanted.top_k is not None and wanted.score == "none":
@@ -103,6 +106,22 @@ def _check_scores(wanted: Simulation) -> None:
         )
     if wanted.export == "best" and not wanted.scores_devices:
         raise ConfigurationError(f"export best needs the accuracy of device models, which score {wanted.score} omits")
+
+
+def _check_test_part(wanted: Simulation) -> None:
+    """Raises ConfigurationError for a test part that is unknown, or with which another setting has no effect."""
+    part = wanted.test_part
+    if part not in TEST_PARTS:
+        raise ConfigurationError(unknown_name("test part", part, TEST_PARTS))
+    if part != GLOBAL and wanted.score_rows is not None:
+        raise ConfigurationError(f"score_rows has no effect with test_part {part}, which scores all rows; leave it out")
+    if part == LOCAL_SPLIT and wanted.test_limit is not None:
+        raise ConfigurationError(f"test_limit has no effect with test_part {part}, whose rows are training rows")
+    if part == LOCAL_CLIENT and wanted.partition != "by_client":
+        raise ConfigurationError(
+            f"test_part {part} gives a device its client's test rows, but the partition is {wanted.partition}; "
+            "use by_client"
+        )
 
 
 def _check_time(wanted: Simulation) -> None:
@@ -139,9 +158,10 @@ def check_plan(wanted: Simulation, data: Dataset) -> None:
         if wanted.top_k is not None:
             check_top_k(wanted.top_k, len(data.classes))
         left = hold_out_proxy(wanted, data, work)
-        deal(wanted, left)
+        dealt = deal_with_tests(wanted, left)
+        left = dealt.data
         config = make_run_config(wanted, left, work)
-        _check_rows(wanted, left)
+        _check_rows(wanted, dealt.split)
         check_fedavg(wanted, config)
         build_run(config)
         method = build_method(config)
@@ -161,10 +181,10 @@ def _no_global_model(method: str) -> str:
     )
 
 
-def _check_rows(wanted: Simulation, data: Dataset) -> None:
+def _check_rows(wanted: Simulation, split: Partition) -> None:
     """Raises ConfigurationError if the devices of a private run have too few rows for the noise."""
     guarantee = wanted.configuration().guarantee
-    rows = len(data.train_labels) / wanted.devices
+    rows = sum(split.sizes) / wanted.devices
     if guarantee is None:
         return
     if reason := too_few_rows(rows * (1 - wanted.validation_share), wanted.devices, guarantee.mu, guarantee.epsilon):

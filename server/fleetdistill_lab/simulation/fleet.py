@@ -44,7 +44,7 @@ from fleetdistill_lab.simulation.report.results import FleetReport
 from fleetdistill_lab.simulation.spec.plan import (
     RUN,
     Fleet,
-    deal,
+    deal_with_tests,
     hold_out_proxy,
     limit_test_set,
     make_run_config,
@@ -150,13 +150,13 @@ def _load(wanted: Simulation) -> Dataset:
 def _prepare(wanted: Simulation, data: Dataset, work: Path) -> Fleet:
     """Partitions the data and builds the run and its devices; deterministic, so that a resume rebuilds both."""
     data = hold_out_proxy(wanted, data, work)
-    split = deal(wanted, data)
-    config = make_run_config(wanted, data, work)
-    specs = make_specs(wanted, data, split, work)
+    dealt = deal_with_tests(wanted, data)
+    config = make_run_config(wanted, dealt.data, work)
+    specs = make_specs(wanted, dealt.data, dealt.split, work, dealt.own_tests)
     initial = build_method(config).initial()
     if wanted.score == "devices":
         score_initial_models(initial, specs)
-    return Fleet(data.without_images(), split, config, specs, initial, work)
+    return Fleet(dealt.data.without_images(), dealt.split, config, specs, initial, work)
 
 
 def _run(
@@ -222,6 +222,8 @@ def _report(
             models.score(fleet.specs, rounds_with_receipts(store, RUN))
         if wanted.top_k is not None:
             log_top_k_of_global_model(store, fleet.config, fleet.specs[0])
+        if finished and wanted.score != "none":
+            models.score_global(fleet.specs)
         history = read_history(store, RUN, fleet.specs)
         exporting = devices_to_export(wanted, fleet.specs, history) if finished else []
         written = {spec.name: models.export(spec, wanted.out, history.further) for spec in exporting}

@@ -138,6 +138,8 @@ def scored_line(report: FleetReport) -> str:
         if scored["models"] == "devices":
             which = f"the models of all devices {every}, with initial ones before a device takes part"
         parts.append(f"{which}, on {some}")
+    if rows and report.test_part != "global":
+        parts.append(f"own figures on each device's own rows ({report.test_part})")
     return f"Scored (--score {scored['models']}): {'; '.join(parts) or 'no model'}"
 
 

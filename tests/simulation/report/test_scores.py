@@ -67,6 +67,41 @@ def test_figures_without_pair_matrices_equal_those_with_them(counts_kcc: Any, sa
         assert known == pytest.approx(wanted, nan_ok=True)
 
 
+def binary(rows: int, correct: int) -> Any:
+    """A model that is right on so many rows of class 0 and takes the others for class 1."""
+    return np.array([[correct, rows - correct], [0, 0]])
+
+
+def test_figures_on_test_rows_of_their_own_by_hand() -> None:
+    """Own test sets of 10, 30 and 60 rows with 9, 24 and 30 right; on all 100 rows 40, 50 and 70."""
+    own = [binary(10, 9), binary(30, 24), binary(60, 30)]
+    union = [binary(100, correct) for correct in (40, 50, 70)]
+    figures = fleet_figures(union, np.ones((3, 2), np.int64), binary(100, 60), own)["accuracy"]
+    c_spec, c_gen = (0.9 + 0.8 + 0.5) / 3, (0.4 + 0.5 + 0.7) / 3
+    expected = {"global": 0.6, "c_gen": c_gen, "c_spec": c_spec, "c_spec_samples": 0.63, "c_per": (c_gen + c_spec) / 2}
+    assert figures == pytest.approx(expected)
+    assert expected["c_per"] == pytest.approx(0.633333, abs=1e-6)
+
+
+def test_device_without_test_rows_counts_in_c_gen_only() -> None:
+    own = [binary(10, 9), None, binary(60, 30)]
+    figures = fleet_figures([binary(70, 35), binary(70, 7), binary(70, 49)], SAMPLES, None, own)["accuracy"]
+    assert figures["c_spec"] == pytest.approx((0.9 + 0.5) / 2)
+    assert figures["c_gen"] == pytest.approx((0.5 + 0.1 + 0.7) / 3)
+    nothing = fleet_figures([binary(70, 35)], SAMPLES[:1], None, [None])["accuracy"]
+    assert (nothing["c_spec"], nothing["c_spec_samples"], nothing["c_per"]) == (None, None, None)
+
+
+def test_f1_on_own_rows_is_of_own_rows_and_of_the_union() -> None:
+    """y = 000112, predicted 001122: weighted F1 0.677778, macro 0.655556."""
+    known = confusion([0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 2, 2], 3)
+    perfect = np.diag([3, 2, 1])
+    figures = fleet_figures([known], np.ones((1, 3), np.int64), known, [perfect])
+    weighted = {"global": 0.677778, "c_gen": 0.677778, "c_spec": 1.0, "c_spec_samples": 1.0, "c_per": 0.838889}
+    assert figures["f1_weighted"] == pytest.approx(weighted, abs=1e-6)
+    assert figures["f1_macro"]["c_gen"] == pytest.approx(0.655556, abs=1e-6)
+
+
 def test_f1_by_hand() -> None:
     """Device 1's model on part 1: class 1 only, all right, F1 1. Device 0's on part 0: TP 30, FP 8; TP 2, FN 8."""
     figures = fleet_figures([SURE_OF_0, SURE_OF_1], SAMPLES, None)
@@ -111,6 +146,14 @@ def test_a_line_of_a_score_log_grows_with_the_test_rows_only(rows: int, classes:
         append_scores(file, "a", 1, counts)
         assert np.array_equal(read_scores(file)[""]["a"][1], counts)
         assert file.stat().st_size <= len('"device": "a", "variant": "", ') + 60 + len("[299, 299, 20], ") * rows
+
+
+def test_own_rows_are_apart_in_a_score_log(tmp_path: Path) -> None:
+    file = tmp_path / "scores.jsonl"
+    append_scores(file, "a", 1, SURE_OF_0)
+    append_scores(file, "a", 1, SURE_OF_1, own=True)
+    for own, counts in ((False, SURE_OF_0), (True, SURE_OF_1)):
+        assert read_scores(file, own=own)[""]["a"][1].tolist() == counts.tolist()
 
 
 def test_device_not_taken_by_round_keeps_previous_model() -> None:

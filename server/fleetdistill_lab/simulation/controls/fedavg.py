@@ -13,7 +13,7 @@ from fleetdistill_lab.simulation.controls.local_only import score_initial_models
 from fleetdistill_lab.simulation.links.links import Watch, run_over_memory
 from fleetdistill_lab.simulation.progress import OnProgress, watcher
 from fleetdistill_lab.simulation.report.comparison import cost_of
-from fleetdistill_lab.simulation.report.final_models import log_top_k_of_global_model
+from fleetdistill_lab.simulation.report.final_models import FinalModels, log_top_k_of_global_model
 from fleetdistill_lab.simulation.report.history import read_history, read_top_k
 from fleetdistill_lab.simulation.report.outcome import FedAvgControl
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
@@ -59,6 +59,8 @@ def run_fedavg(
         plan = asdict(control.method_config())
         if specs[0].top_k is not None:
             log_top_k_of_global_model(store, control, specs[0])
+        if control.evaluation.data:
+            FinalModels(store, control).score_global(specs)
         history, top_k = read_history(store, run, specs), read_top_k(store, run, specs)
         return FedAvgControl(model, plan, history, cost_of(store, run, specs), top_k)
     finally:

@@ -46,9 +46,9 @@ def start_model(spec: DeviceSpec, initial: ModelParameters | None, input_shape: 
     return model
 
 
-def score_initial_model(spec: DeviceSpec, initial: ModelParameters | None) -> dict[Path, Counts]:
-    """Scores a device's initial model on the test set; returns its counts by the log that they belong to."""
-    test = _load(spec, spec.test_file)
+def score_initial_model(spec: DeviceSpec, initial: ModelParameters | None, file: str) -> dict[Path, Counts]:
+    """Scores a device's initial model on a file of test rows; returns its counts by the log that they belong to."""
+    test = _load(spec, file)
     model = start_model(spec, initial, tuple(test.inputs.shape[1:]))
     result = {spec.scores_file: evaluate(model, test, spec.classes)}
     if spec.top_k is not None:
@@ -79,7 +79,7 @@ def train_local_only(
 
     Returns:
         The model's figures on the test set after each round; None for rounds in which the device's models are not
-        scored.
+        scored. Those on the device's own rows of the test set, after the last round, are in the score log.
     """
     data = _load(spec, spec.data_file)
     test = _load(spec, spec.test_file) if spec.score_every else None
@@ -113,6 +113,9 @@ def train_local_only(
         last = last or evaluate(model, test, spec.classes)
         figures.append(last)
     after_round()
+    if test is not None and spec.own_test_file:
+        own = evaluate(model, _load(spec, spec.own_test_file), spec.classes)
+        append_scores(spec.scores_file, spec.name, START, own.confusion, ALONE, own=True)
     if test is not None and spec.top_k is not None:
         top = top_k_counts(model, test, spec.top_k, spec.classes).confusion
         append_scores(spec.top_k_file, spec.name, len(took_part), top, ALONE)
@@ -207,13 +210,16 @@ def score_initial_models(initial: ModelParameters | None, specs: list[DeviceSpec
 
     Args:
         initial: Initial weights that the method distributes; None if it distributes none.
-        specs: The devices; the score log gets a line for each.
+        specs: The devices; the score log gets a line for each, and one for its own rows of the test set.
     """
     same = initial is not None and initial.scope == "model"  # then devices with one architecture start equal
     known: dict[tuple[str, str], dict[Path, Counts]] = {}
     for spec in specs:
         key = spec.model, "" if same else spec.name
         if key not in known:
-            known = {key: score_initial_model(spec, initial)} | (known if same else {})
+            known = {key: score_initial_model(spec, initial, spec.test_file)} | (known if same else {})
         for file, counts in known[key].items():
             append_scores(file, spec.name, START, counts.confusion)
+        if spec.own_test_file:
+            own = score_initial_model(spec, initial, spec.own_test_file)[spec.scores_file]
+            append_scores(spec.scores_file, spec.name, START, own.confusion, own=True)

@@ -121,7 +121,7 @@ class ComparisonRow:
     Attributes:
         name: What is compared: training alone, the method's variants and global model, and those of FedAvg.
         accuracy: Mean accuracy over the devices on the global test set, in [0, 1]; None if it could not be scored.
-        own_accuracy: Mean accuracy with classes weighted by each device's samples.
+        own_accuracy: Mean accuracy on each device's own test rows, or with classes weighted by its samples.
         bytes: Bytes from and to a device in the whole run.
         exchanges: Mean number of a device's answers that contain tensors, in the whole run.
         devices: Number of devices that the means are over, which are those that were scored.
@@ -179,6 +179,8 @@ class Candidate:
         is_global: Whether this is one model for all devices.
         took_part: Whether each device ever trained; empty if all did, or for a global model.
         top_k: As `counts_kr`, after the last round only, with top-k predictions; empty without them.
+        own_k: For each device, the matrix of its model, or of the global one, on its own test rows after the last
+            round; None for a fleet without such rows.
     """
 
     name: str
@@ -188,12 +190,17 @@ class Candidate:
     is_global: bool = False
     took_part: Sequence[bool] = ()
     top_k: Sequence[Ints | None] = ()
+    own_k: Sequence[Ints | None] | None = None
 
     def row(self) -> ComparisonRow:
         """Returns the row of the comparison table."""
         last = [item[-1] for item in self.counts_kr] * (len(self.samples_jc) if self.is_global else 1)
         scored = [(one, own) for one, own in zip(last, self.samples_jc, strict=True) if one is not None]
-        own_parts = [in_class_mix(counts, own[None])[0] for counts, own in scored]
+        own_parts = (
+            [in_class_mix(counts, own[None])[0] for counts, own in scored]
+            if self.own_k is None
+            else [counts for counts in self.own_k if counts is not None]
+        )
         rates = [accuracy(counts) for counts, _ in scored]
         own_rates = [accuracy(part) for part in own_parts if part.any()]
         took_part = self.took_part or [True] * len(last)
@@ -243,13 +250,19 @@ def candidates(
 
     top = {} if top_k is None else {named: [of[-1] for of in kr] for named, kr in all_variants(top_k).items()}
     took_part = [any(history.took_part[device]) for device in history.devices]
+    own = history.own
+    own_k: list[list[Ints | None] | None] = [history.last_own()]
+    for variant in history.further:
+        own_k.append(None if own is None else [own.last_further(variant, device) for device in own.devices])
     result = [
-        Candidate(named, counts_kr, samples_jc, cost, took_part=took_part, top_k=top.get(named, ()))
-        for named, counts_kr in all_variants(history).items()
+        Candidate(named, kr, samples_jc, cost, took_part=took_part, top_k=top.get(named, ()), own_k=of_own)
+        for (named, kr), of_own in zip(all_variants(history).items(), own_k, strict=True)
     ]
     if _has_separate_global_model(history):
         last = [] if top_k is None else [top_k.server[-1]]
-        result.append(Candidate(f"{name} global", [history.server], samples_jc, cost, is_global=True, top_k=last))
+        of_own = None if own is None else [own.of_global.get(device) for device in history.devices]
+        kept: dict[str, Any] = {"is_global": True, "top_k": last, "own_k": of_own}
+        result.append(Candidate(f"{name} global", [history.server], samples_jc, cost, **kept))
     return result
 
 
@@ -264,9 +277,10 @@ def local_only(
     samples_jc: Ints,
     took_part: Sequence[bool] = (),
     top_k: Sequence[Ints | None] = (),
+    own_k: Sequence[Ints | None] | None = None,
 ) -> Candidate:
     """Returns the candidate of the local-only control; arguments as in `Candidate`."""
-    return Candidate(ALONE, counts_kr, samples_jc, Cost([], 0.0), took_part=took_part, top_k=top_k)
+    return Candidate(ALONE, counts_kr, samples_jc, Cost([], 0.0), took_part=took_part, top_k=top_k, own_k=own_k)
 
 
 def cost_of(store: Store, run: str, specs: Sequence[DeviceSpec]) -> Cost:

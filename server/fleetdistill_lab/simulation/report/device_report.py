@@ -12,6 +12,7 @@ from fleetdistill_lab.simulation.report.metrics import Ints, accuracy, accuracy_
 from fleetdistill_lab.simulation.report.outcome import Outcome
 from fleetdistill_lab.simulation.report.results import DeviceReport, VariantRates
 from fleetdistill_lab.simulation.report.scores import in_class_mix
+from fleetdistill_lab.simulation.spec.arrays import split_slice
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
 from fleetdistill_server.views.expected import Expected
 
@@ -37,8 +38,10 @@ def device_report(
         traffic: Bytes of the device.
         estimates: Leave-one-out estimates of the devices that have them, by id.
     """
-    trained_cc, fleet_cc = _last(done.history, spec.name)
-    top_trained_cc, top_fleet_cc = (None, None) if done.top_k is None else _last(done.top_k, spec.name)
+    name, history, own = spec.name, done.history, done.history.own
+    trained_cc, fleet_cc = _last(history, name)
+    own_trained_cc, own_fleet_cc = (None, None) if own is None else _last(own, name)
+    top_trained_cc, top_fleet_cc = (None, None) if done.top_k is None else _last(done.top_k, name)
     alone = done.controls.alone.get(spec.name)
     alone_cc = alone[-1].confusion if alone and alone[-1] is not None else None
     exported = done.exports.get(spec.name)
@@ -47,12 +50,13 @@ def device_report(
         model=spec.model,
         parameters=_parameters(done, spec),
         samples=spec.rows,
+        own_test_rows=None if history.own is None else _rows_of(spec.own_test_file),
         accuracy_alone=accuracy_or_none(alone_cc),
         accuracy_fleet=accuracy_or_none(fleet_cc),
-        own_accuracy_alone=_own(alone_cc, samples_1c),
-        own_accuracy_fleet=_own(fleet_cc, samples_1c),
+        own_accuracy_alone=_own(history, alone_cc, samples_1c, own.alone.get(name) if own else None),
+        own_accuracy_fleet=_own(history, fleet_cc, samples_1c, own_fleet_cc),
         accuracy_trained=accuracy_or_none(trained_cc),
-        own_accuracy_trained=_own(trained_cc, samples_1c),
+        own_accuracy_trained=_own(history, trained_cc, samples_1c, own_trained_cc),
         top_k_alone=accuracy_or_none(done.top_k_alone.get(spec.name)) if alone else None,
         top_k_fleet=accuracy_or_none(top_fleet_cc),
         top_k_trained=accuracy_or_none(top_trained_cc),
@@ -75,6 +79,12 @@ def _last(history: FleetHistory, device: str) -> tuple[Ints | None, Ints | None]
     return trained_cc, fleet_cc
 
 
+def _rows_of(file: str) -> int:
+    """Returns the number of rows in the name of some rows of a file; 0 for an empty name."""
+    rows = split_slice(file)[1]
+    return rows.stop - rows.start if file else 0
+
+
 def _parameters(done: Outcome, spec: DeviceSpec) -> int:
     """Returns the number of the model's parameters, from the device's check-in if it has joined."""
     known = done.store.devices.get(done.run, spec.name)
@@ -89,11 +99,23 @@ def _further(history: FleetHistory, device: str, samples_1c: Ints) -> dict[str, 
     for variant, of in history.further.items():
         counts_cc = of[device][-1] if device in of else None
         if counts_cc is not None:
-            own_cc = in_class_mix(counts_cc, samples_1c)[0]
-            result[variant] = {"accuracy": accuracy(counts_cc), "own_accuracy": accuracy(own_cc)}
+            own_cc = history.own.last_further(variant, device) if history.own else None
+            own = _own(history, counts_cc, samples_1c, own_cc)
+            result[variant] = {"accuracy": accuracy(counts_cc), "own_accuracy": own}
     return result
 
 
-def _own(counts_cc: Ints | None, samples_1c: Ints) -> float | None:
-    """Returns the accuracy on the global test set with classes weighted by the device's samples; None if unknown."""
-    return None if counts_cc is None else accuracy(in_class_mix(counts_cc, samples_1c)[0])
+def _own(history: FleetHistory, counts_cc: Ints | None, samples_1c: Ints, own_cc: Ints | None) -> float | None:
+    """Returns a model's accuracy on the device's own test rows, or without such rows with classes weighted by samples.
+
+    Args:
+        history: History of the run.
+        counts_cc: The model's matrix on the test set; None if it was not scored.
+        samples_1c: As in `device_report`.
+        own_cc: The model's matrix on the device's own test rows; None without such rows.
+    """
+    if counts_cc is None:
+        return None
+    if history.own is not None:
+        return accuracy_or_none(own_cc)
+    return accuracy(in_class_mix(counts_cc, samples_1c)[0])

@@ -20,7 +20,8 @@ from fleetdistill.state.files import Files
 from fleetdistill.state.memory import MemoryStorage
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill.training.alone import without_app
-from fleetdistill.training.local_training import as_tensor_data
+from fleetdistill.training.local_training import as_tensor_data, evaluate
+from fleetdistill.training.tensor_data import tensor_data_of
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_lab.simulation.report.history import FleetHistory, shares_global_model
@@ -47,7 +48,7 @@ class FinalModels:
     """
 
     def __init__(self, store: Store, config: RunConfig) -> None:
-        self._config = config
+        self._store, self._config = store, config
         self._states = DeviceStates(store.database)
         self._contract = contract_pb2.Contract.FromString(store.runs.existing(config.run.name).contract)
         self._shared = Shared()
@@ -70,7 +71,7 @@ class FinalModels:
                 if len(compute.delivered_models()) > 1:
                     self._score_variants(spec, files, max(trained[spec.name], default=0))
                 else:
-                    _log(spec, compute, compute.unpack_model(delivered), START, DELIVERED)
+                    self._log(spec, compute, compute.unpack_model(delivered), START, DELIVERED)
 
     def _score_variants(self, spec: DeviceSpec, files: Files, last: int) -> None:
         """Logs the scores of a device's variants under its last training, unless that was scored.
@@ -82,9 +83,32 @@ class FinalModels:
             return
         compute = self._compute(spec, files)
         if spec.validation_file:
-            _log(spec, compute, compute.delivered_model(), START, DELIVERED)
+            self._log(spec, compute, compute.delivered_model(), START, DELIVERED)
         for name, model in compute.method.variants().items() if is_missing else ():
-            _log(spec, compute, model, last, "" if name == GENERAL else name)
+            self._log(spec, compute, model, last, "" if name == GENERAL else name)
+
+    def _log(self, spec: DeviceSpec, compute: SimulatedCompute, model: nn.Module, number: int, variant: str) -> None:
+        """Logs the scores of a device's model on the test set, and on the device's own rows of it."""
+        append_scores(spec.scores_file, spec.name, number, compute.score(model).confusion, variant)
+        if spec.top_k is not None:
+            append_scores(spec.top_k_file, spec.name, number, compute.score_top_k(model).confusion, variant)
+        if spec.own_test_file:
+            counts = compute.score_on(model, self._shared.samples(spec.own_test_file))
+            append_scores(spec.scores_file, spec.name, number, counts.confusion, variant, own=True)
+
+    def score_global(self, specs: Iterable[DeviceSpec]) -> None:
+        """Logs the scores of the global model, if there is one, on each device's own rows of the test set.
+
+        On the test set the engine has scored it.
+        """
+        tested = [spec for spec in specs if spec.own_test_file]
+        model = _global_model(self._store, self._config) if tested else None
+        if model is None:
+            return
+        for spec in tested:
+            rows = tensor_data_of(self._shared.samples(spec.own_test_file))
+            counts = evaluate(model, rows, spec.classes)
+            append_scores(spec.scores_file, spec.name, START, counts.confusion, GLOBAL, own=True)
 
     def export(self, spec: DeviceSpec, out: Path, further: Iterable[str]) -> ExportedModel | None:
         """Writes a device's models as ONNX to `onnx` in a folder; returns None if the device has never trained.
@@ -136,12 +160,6 @@ class FinalModels:
         return compute
 
 
-def _log(spec: DeviceSpec, compute: SimulatedCompute, model: nn.Module, number: int, variant: str) -> None:
-    append_scores(spec.scores_file, spec.name, number, compute.score(model).confusion, variant)
-    if spec.top_k is not None:
-        append_scores(spec.top_k_file, spec.name, number, compute.score_top_k(model).confusion, variant)
-
-
 def log_top_k_of_global_model(store: Store, config: RunConfig, spec: DeviceSpec) -> None:
     """Logs the top-k score of the global model after the last completed round; needs at least one.
 
@@ -150,15 +168,19 @@ def log_top_k_of_global_model(store: Store, config: RunConfig, spec: DeviceSpec)
         config: Configuration of the run.
         spec: Any of the run's devices.
     """
-    run = store.runs.existing(config.run.name)
-    method = build_method(config)
-    method.load_state_dict(unpack_state(store.blobs.get_state(run.checkpoint)))
-    model = method.global_model()
+    model = _global_model(store, config)
     if model is None or spec.top_k is None:
         return
     data = as_tensor_data(load_arrays(config.evaluation.data), spec.classes)
     last = max(item.number for item in store.runs.rounds(config.run.name) if item.status is RoundStatus.CLOSED)
     append_scores(spec.top_k_file, "", last, top_k_counts(model, data, spec.top_k, spec.classes).confusion, GLOBAL)
+
+
+def _global_model(store: Store, config: RunConfig) -> nn.Module | None:
+    """Returns a run's global model after the last completed round, of which there is one; None for other methods."""
+    method = build_method(config)
+    method.load_state_dict(unpack_state(store.blobs.get_state(store.runs.existing(config.run.name).checkpoint)))
+    return method.global_model()
 
 
 def devices_to_export(wanted: Simulation, specs: Sequence[DeviceSpec], history: FleetHistory) -> list[DeviceSpec]:

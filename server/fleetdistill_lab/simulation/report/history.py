@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class FleetHistory:
         products: For each device, the matrices of the fleet's model that it would receive after each round; empty for
             methods whose devices keep the models that they train.
         delivered: For each scored device, the matrix of the model that its app has at the end; empty before the end.
+        own: The matrices on each device's own test rows; None for a fleet without such rows.
     """
 
     devices: Mapping[str, Sequence[Ints | None]]
@@ -49,15 +51,42 @@ class FleetHistory:
     further: Mapping[str, Mapping[str, Sequence[Ints | None]]] = field(default_factory=dict)
     products: Mapping[str, Sequence[Ints | None]] = field(default_factory=dict)
     delivered: Mapping[str, Ints] = field(default_factory=dict)
+    own: OwnHistory | None = None
 
     def figures(self, samples_jc: Ints) -> list[Figures]:
         """Returns every round's CDKT-FL figures, computed from accuracy; `samples_jc` as in `scores.fleet_figures`."""
         rounds = zip(*self.devices.values(), strict=True)
-        return [round_figures(kcc, samples_jc, server) for kcc, server in zip(rounds, self.server, strict=True)]
+        own = itertools.repeat(None) if self.own is None else zip(*self.own.devices.values(), strict=True)
+        of_rounds = zip(rounds, self.server, own, strict=False)
+        return [round_figures(kcc, samples_jc, server, own_kcc) for kcc, server, own_kcc in of_rounds]
 
     def last(self) -> list[Ints | None]:
         """Returns the devices' confusion matrices after the last round."""
         return [counts[-1] for counts in self.devices.values()]
+
+    def last_own(self) -> list[Ints | None] | None:
+        """Returns those on the devices' own test rows; None for a fleet without such rows."""
+        return None if self.own is None else self.own.last()
+
+
+@dataclass(frozen=True)
+class OwnHistory(FleetHistory):
+    """The same matrices on each device's own rows of the test set; None for a device without such rows.
+
+    `server` has None only, because each device has another matrix of the global model.
+
+    Attributes:
+        of_global: For each device, the matrix of the global model at the end; empty without one, and before the end.
+        alone: For each device, the matrix of local-only training at the end; empty without this control.
+    """
+
+    of_global: Mapping[str, Ints] = field(default_factory=dict)
+    alone: Mapping[str, Ints] = field(default_factory=dict)
+
+    def last_further(self, variant: str, device: str) -> Ints | None:
+        """Returns the matrix of a device's further variant after the last round; None if it was not scored."""
+        of = self.further.get(variant, {})
+        return of[device][-1] if device in of else None
 
 
 def read_top_k(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHistory | None:
@@ -80,13 +109,24 @@ def read_history(store: Store, run: str, specs: Sequence[DeviceSpec], *, top_k: 
         store: Store that contains the run.
         run: Name of the run.
         specs: The run's devices.
-        top_k: Whether to read the top-k scores instead.
+        top_k: Whether to read the top-k scores instead, which are on the test set only.
     """
+    whole = FleetHistory(**_read(store, run, specs, own=False, top_k=top_k))
+    if top_k or not any(spec.own_test_file for spec in specs):
+        return whole
+    at_end = read_scores(specs[0].scores_file, own=True)
+    single = {name: {device: of[START] for device, of in at_end.get(name, {}).items()} for name in (GLOBAL, ALONE)}
+    own = OwnHistory(**_read(store, run, specs, own=True, top_k=False), of_global=single[GLOBAL], alone=single[ALONE])
+    return replace(whole, own=own)
+
+
+def _read(store: Store, run: str, specs: Sequence[DeviceSpec], *, own: bool, top_k: bool) -> dict[str, Any]:
+    """Returns the fields of a `FleetHistory` on the test set, or on the devices' own rows."""
     trained = rounds_with_receipts(store, run)
     closed = [item for item in store.runs.rounds(run) if item.status is RoundStatus.CLOSED]
     numbers = [item.number for item in closed]
     scored = [specs[0].is_scored(number) for number in numbers[:-1]] + [True] * bool(numbers)
-    scores = read_scores(specs[0].top_k_file if top_k else specs[0].scores_file)
+    scores = read_scores(specs[0].top_k_file if top_k else specs[0].scores_file, own=own)
     noted = {spec.name: _with_receipt(scores[""][spec.name], trained[spec.name]) for spec in specs}
     figures = [item.figures for item in closed]
     server = [
@@ -95,28 +135,34 @@ def read_history(store: Store, run: str, specs: Sequence[DeviceSpec], *, top_k: 
     if top_k:
         of_global = scores.get(GLOBAL, {}).get("", {})
         server = [of_global.get(number) for number in numbers]
+    is_global = any(item is not None for item in server)
+    shares = shares_global_model(store.runs.existing(run).config["run"]["method"], specs)
     delivered = {name: of[max(of)] for name, of in scores.get(DELIVERED, {}).items()}
-    if shares_global_model(store.runs.existing(run).config["run"]["method"], specs):
+    if own:
+        server = [None] * len(numbers)
+    if shares:
         products = {spec.name: server for spec in specs} if specs[0].score_every else {}
-        if server[-1:] and server[-1] is not None and specs[0].score_every:
+        if own and products:
+            delivered = {name: of[START] for name, of in scores.get(GLOBAL, {}).items()}
+        elif server[-1:] and server[-1] is not None and specs[0].score_every:
             delivered = dict.fromkeys(products, server[-1])
     else:
         products = _in_scored(_products(scores.get(PRODUCT, {}), noted, numbers), scored)
     if not products:
         _add_delivered(noted, delivered, trained)
     after_training = _in_scored({name: after_rounds(of, numbers) for name, of in noted.items()}, scored)
-    return FleetHistory(
-        devices=products if products and all(item is None for item in server) else after_training,
-        took_part={spec.name: [number in trained[spec.name] for number in numbers] for spec in specs},
-        further={
+    return {
+        "devices": after_training if is_global or not products else products,
+        "took_part": {spec.name: [number in trained[spec.name] for number in numbers] for spec in specs},
+        "further": {
             name: _in_scored(_further(of, trained, numbers), scored)
             for name, of in sorted(scores.items())
             if name not in ("", PRODUCT, DELIVERED, ALONE, GLOBAL)
         },
-        server=server,
-        products=products,
-        delivered=delivered,
-    )
+        "server": server,
+        "products": products,
+        "delivered": delivered,
+    }
 
 
 def _in_scored(by_device: Mapping[str, Sequence[Ints | None]], scored: Sequence[bool]) -> dict[str, list[Ints | None]]:

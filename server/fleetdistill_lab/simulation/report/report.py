@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -26,7 +26,7 @@ from fleetdistill_lab.simulation.report.comparison import (
 )
 from fleetdistill_lab.simulation.report.device_plots import DeviceCurves
 from fleetdistill_lab.simulation.report.device_report import DeviceBytes, device_report
-from fleetdistill_lab.simulation.report.history import FleetHistory
+from fleetdistill_lab.simulation.report.history import FleetHistory, OwnHistory
 from fleetdistill_lab.simulation.report.metrics import Ints, accuracy_or_none
 from fleetdistill_lab.simulation.report.outcome import Controls, FedAvgControl, Outcome
 from fleetdistill_lab.simulation.report.plots import FIGURES, save_report_figure
@@ -131,6 +131,8 @@ def _settings(done: Outcome) -> dict[str, Any]:
         "dataset": done.data.name,
         "partition": done.split.kind,
         "partition_parameters": dict(done.split.parameters),
+        "test_part": done.wanted.test_part,
+        "without_test_rows": sum(not spec.own_test_file for spec in done.specs) if done.history.own else 0,
         "seed": done.wanted.seed,
         "rounds": done.config.run.rounds,
         "control_rounds": done.wanted.rounds_of_controls,
@@ -353,7 +355,13 @@ def _alone_row(done: Outcome, samples_jc: Ints, left_out: AbstractSet[str]) -> l
     has_more = done.wanted.one_exchange or done.wanted.rounds_of_controls > len(history.server)
     took_part = [has_more or any(history.took_part[name]) for name in alone]  # as in `train_fleet_local_only`
     top_k = [None if name in left_out else done.top_k_alone.get(name) for name in alone]
-    return [local_only(counts_kr, samples_jc, took_part, top_k).row()] if alone else []
+    own_k = None if history.own is None else _alone_on_own(history.own, alone, left_out)
+    return [local_only(counts_kr, samples_jc, took_part, top_k, own_k).row()] if alone else []
+
+
+def _alone_on_own(own: OwnHistory, alone: Collection[str], left_out: AbstractSet[str]) -> list[Ints | None]:
+    """Returns the matrices of local-only training on the devices' own test rows."""
+    return [own.alone.get(name) if name in alone and name not in left_out else None for name in own.devices]
 
 
 def _mean_where_known(rates: Sequence[float | None]) -> float | None:
@@ -367,7 +375,7 @@ def _mean_further(devices: Sequence[DeviceReport]) -> dict[str, VariantRates]:
     return {
         name: {
             "accuracy": statistics.mean(one["accuracy"] for one in of),
-            "own_accuracy": statistics.mean(one["own_accuracy"] for one in of),
+            "own_accuracy": _mean_where_known([one["own_accuracy"] for one in of]),
         }
         for name, of in rates.items()
     }
@@ -395,7 +403,7 @@ def _scores(
     history: FleetHistory, samples_jc: Ints, controls: Controls, left_out: AbstractSet[str]
 ) -> dict[str, FleetFigures]:
     def last(one: FleetHistory) -> FleetFigures:
-        return fleet_figures(one.last(), samples_jc, one.server[-1])
+        return fleet_figures(one.last(), samples_jc, one.server[-1], one.last_own())
 
     result = {"fleet": last(history)}
     if controls.alone:
@@ -403,7 +411,9 @@ def _scores(
         alone_kcc = [
             None if counts is None or name in left_out else counts.confusion for name, counts in last_k.items()
         ]
-        result["alone"] = fleet_figures(alone_kcc, samples_jc, None)
+        own = history.own
+        own_kcc = None if own is None else _alone_on_own(own, controls.alone, left_out)
+        result["alone"] = fleet_figures(alone_kcc, samples_jc, None, own_kcc)
     if controls.fedavg is not None:
         result["fedavg"] = last(controls.fedavg.history)
     return result

@@ -18,11 +18,12 @@ class VariantRates(TypedDict):
 
     Attributes:
         accuracy: Accuracy on all classes.
-        own_accuracy: Accuracy with classes weighted by the device's share of training samples.
+        own_accuracy: Accuracy with classes weighted by the device's share of training samples; with a local
+            `test_part` on the device's own test rows, None without such rows.
     """
 
     accuracy: float
-    own_accuracy: float
+    own_accuracy: float | None
 
 
 class Scored(TypedDict):
@@ -85,13 +86,15 @@ class DeviceReport:
     """Results of one device.
 
     Accuracies are in [0, 1] on the global test set. Fields with `own` weight each class by the device's share of
-    training samples. If the app gets several variants, all fields without `further` refer to the general one.
+    training samples; with a local `test_part` they are on the device's own test rows, and None without such rows. If
+    the app gets several variants, all fields without `further` refer to the general one.
 
     Attributes:
         name: Id of the device.
         model: Name of the device model.
         parameters: Number of the model's parameters.
         samples: Number of training samples.
+        own_test_rows: Number of test rows of its own; None if no device has such rows.
         accuracy_alone, own_accuracy_alone: Accuracy after local-only training; None without this control.
         accuracy_fleet, own_accuracy_fleet: Accuracy of the model that the app has at the end; before, of the model
             that the device would receive. None if it was not scored.
@@ -119,6 +122,7 @@ class DeviceReport:
     model: str
     parameters: int
     samples: int
+    own_test_rows: int | None
     accuracy_alone: float | None
     accuracy_fleet: float | None
     own_accuracy_alone: float | None
@@ -157,6 +161,9 @@ class FleetReport:
         dataset: Name of the data set.
         partition: Name of the partition of the data over devices.
         partition_parameters: Parameters of the partition.
+        test_part: Test rows of own figures, as `Simulation.test_part`. The test set is the union of local ones.
+        without_test_rows: Number of devices without test rows of their own, which means of own figures leave out; 0
+            with the test part `global`.
         seed: Seed of the simulation.
         rounds: Number of requested rounds.
         completed_rounds: Number of completed rounds.
@@ -170,8 +177,8 @@ class FleetReport:
             average models is the global one; None if none was scored.
         mean_accuracy_trained: Mean over the same devices, of their models after the last own training.
         mean_own_accuracy_alone, mean_own_accuracy_fleet, mean_own_accuracy_trained, mean_own_accuracy_fedavg_device:
-            Means with classes weighted by each device's share of training samples, over the devices with samples of a
-            class of the test set; None if there are none. All but `fleet` are C-Spec in accuracy.
+            Mean own accuracies over the devices with samples of a class of the test set, or with test rows of their
+            own; None if there are none. All but `fleet` are C-Spec in accuracy.
         mean_accuracy_fedavg_global: Accuracy of FedAvg's global model.
         mean_accuracy_fedavg_device: Mean accuracy of FedAvg's device models after local training.
         fedavg_model: Model of every device in the FedAvg control, the largest of the fleet's.
@@ -222,6 +229,8 @@ class FleetReport:
     dataset: str
     partition: str
     partition_parameters: dict[str, Any]
+    test_part: str
+    without_test_rows: int
     seed: int
     rounds: int
     completed_rounds: int

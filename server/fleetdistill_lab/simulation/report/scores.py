@@ -1,8 +1,9 @@
 """Computes a simulated fleet's Global, C-Gen, C-Spec and C-Per, in accuracy and F1, from confusion matrices.
 
-A device's own test set is the global test set with each class weighted by the class's share of the device's training
-samples. Its expectation equals that of a separate test set per device, with far less noise than a few held-out
-samples. A device that did not take part in a round is scored with its latest model.
+Without test rows of its own, a device's own test set is the global test set with each class weighted by the class's
+share of the device's training samples. Its expectation equals that of a separate test set per device, with far less
+noise than a few held-out samples. With such rows, C-Spec is computed on exactly them, and all other figures on the
+union of all devices' rows, F1 too. A device that did not take part in a round is scored with its latest model.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from fleetdistill_lab.simulation.report.metrics import (
     Margins,
     Score,
     accuracy,
+    c_gen,
+    c_per,
+    c_spec,
     f1_macro,
     f1_weighted,
     fleet_scores,
@@ -98,7 +102,12 @@ def _rates(counts_cc: Ints) -> Floats:
     return rates_cc
 
 
-def fleet_figures(device_kcc: Sequence[Ints | None], samples_jc: Ints, server_cc: Ints | None) -> FleetFigures:
+def fleet_figures(
+    device_kcc: Sequence[Ints | None],
+    samples_jc: Ints,
+    server_cc: Ints | None,
+    own_kcc: Sequence[Ints | None] | None = None,
+) -> FleetFigures:
     """Returns CDKT-FL's four figures of one round for every score.
 
     Args:
@@ -106,7 +115,16 @@ def fleet_figures(device_kcc: Sequence[Ints | None], samples_jc: Ints, server_cc
             that was not scored, which counts in no figure but that of the global model.
         samples_jc: `[J, C]`, number of device j's training samples of each class, in the same order.
         server_cc: Confusion matrix of the global model; None without one.
+        own_kcc: For each device, its model's matrix on the device's own test rows; None for a device that has none,
+            which does not count in C-Spec. None for a fleet without such rows.
     """
+    if own_kcc is not None:
+        on_own = device_kcc, own_kcc, server_cc
+        return {
+            "accuracy": _figures_on_own(*on_own, accuracy),
+            "f1_weighted": _figures_on_own(*on_own, f1_weighted),
+            "f1_macro": _figures_on_own(*on_own, f1_macro),
+        }
     parts = _on_all_parts(device_kcc, samples_jc, server_cc)
     return {
         "accuracy": _figures(*parts, accuracy),
@@ -115,8 +133,15 @@ def fleet_figures(device_kcc: Sequence[Ints | None], samples_jc: Ints, server_cc
     }
 
 
-def round_figures(device_kcc: Sequence[Ints | None], samples_jc: Ints, server_cc: Ints | None) -> Figures:
+def round_figures(
+    device_kcc: Sequence[Ints | None],
+    samples_jc: Ints,
+    server_cc: Ints | None,
+    own_kcc: Sequence[Ints | None] | None = None,
+) -> Figures:
     """Returns CDKT-FL's four figures of one round, computed from accuracy; arguments as in `fleet_figures`."""
+    if own_kcc is not None:
+        return _figures_on_own(device_kcc, own_kcc, server_cc, accuracy)
     return _figures(*_on_all_parts(device_kcc, samples_jc, server_cc), accuracy)
 
 
@@ -175,6 +200,23 @@ def _figures(counts_kjcc: Sequence[Margins], server_jcc: Margins | None, score: 
         "c_spec": _or_none(result.c_spec),
         "c_spec_samples": _or_none(result.c_spec_samples),
         "c_per": _or_none(result.c_per),
+    }
+
+
+def _figures_on_own(
+    device_kcc: Sequence[Ints | None], own_kcc: Sequence[Ints | None], server_cc: Ints | None, score: Score
+) -> Figures:
+    """Returns the figures of a fleet whose devices have test rows of their own."""
+    known_kcc = [counts for counts in device_kcc if counts is not None]
+    tested_kcc = [counts for counts in own_kcc if counts is not None]
+    generic = c_gen([counts[None] for counts in known_kcc], score) if known_kcc else None
+    specific = c_spec(np.stack(tested_kcc), score) if tested_kcc else None
+    return {
+        "global": None if server_cc is None else score(server_cc),
+        "c_gen": generic,
+        "c_spec": specific,
+        "c_spec_samples": c_spec(np.stack(tested_kcc), score, average="samples") if tested_kcc else None,
+        "c_per": None if generic is None or specific is None else c_per(generic, specific),
     }
 
 

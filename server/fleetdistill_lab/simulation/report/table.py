@@ -74,7 +74,8 @@ def _table(report: FleetReport, names: Sequence[str], rows: Sequence[tuple[_Cell
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = f"{report.method} on {report.dataset}: accuracy on the global test set, alone -> in the fleet"
+    tested = "the global test set" if report.test_part == "global" else "all devices' test rows"
+    title = f"{report.method} on {report.dataset}: accuracy on {tested}, alone -> in the fleet"
     # With rows for further variants the table is harder to read, so all columns must fit into 100 characters.
     narrow: dict[str, Any] = {"padding": (0, 1, 0, 0), "show_edge": False, "pad_edge": False}
     layout = narrow if report.further else {"padding": (0, 1)}
@@ -99,7 +100,8 @@ def _add_row(table: Table, names: Sequence[str], cells: _Cells) -> None:
 def _add_further(table: Table, names: Sequence[str], further: _Further) -> None:
     for variant, figures in further.items():
         rates = {"alone -> fleet": figures["accuracy"], "own classes": figures["own_accuracy"]}
-        _add_row(table, names, {"model": f" {variant} model", **{name: f"{rate:.1%}" for name, rate in rates.items()}})
+        cells = {name: f"{rate:.1%}" for name, rate in rates.items() if rate is not None}
+        _add_row(table, names, {"model": f" {variant} model", **cells})
 
 
 def _arrow(before: float | None, after: float | None) -> str:

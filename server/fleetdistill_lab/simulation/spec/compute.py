@@ -25,10 +25,11 @@ from fleetdistill.replacement import SPLIT
 from fleetdistill.training.figures import Counts, place_of
 from fleetdistill.training.local_training import LazyData, TensorData, extract
 from fleetdistill.training.onnx_graphs import Graphs
+from fleetdistill.training.tensor_data import tensor_data_of
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_lab.simulation.report.metrics import confusion, top_k_predictions
 from fleetdistill_lab.simulation.spec.arrays import load_arrays, split_slice
-from fleetdistill_lab.simulation.spec.score_log import OPTIMIZER_STEPS, STEP_NUMBER, TOP_K
+from fleetdistill_lab.simulation.spec.score_log import OPTIMIZER_STEPS, OWN, STEP_NUMBER, TOP_K
 
 _MAX_SCORES = 64
 _taken: ContextVar[list[int] | None] = ContextVar("_taken", default=None)
@@ -75,13 +76,15 @@ class Shared:
 class SimulatedCompute(TorchCompute):
     """A `TorchCompute` that scores models on the test set in some rounds only, and equal models once.
 
-    It counts the steps of all optimisers, whatever the method trains, and notes them in the answer.
+    It counts the steps of all optimisers, whatever the method trains, and notes them in the answer. Top-k scores, and
+    scores on the device's own rows of the test set, are for the score logs, and are not sent to the server.
 
     Args:
         contract: The run's contract.
         shared: What the devices of this process share.
         is_scored: Returns whether models are scored after a round, given its number.
         top_k: k of the top-k accuracy to score besides; None for none.
+        own_test: The device's own rows of the test set; None if it has none.
         given: Arguments of `TorchCompute`.
     """
 
@@ -91,15 +94,17 @@ class SimulatedCompute(TorchCompute):
         shared: Shared,
         is_scored: Callable[[int], bool],
         top_k: int | None = None,
+        own_test: Samples | None = None,
         **given: Any,
     ) -> None:
         super().__init__(contract, **given)
         self._shared = shared
+        self._own_test = None if own_test is None else tensor_data_of(own_test)
         self.graphs = shared.graphs
         self._is_scored = is_scored
         self._top_k = top_k
         self._round = 0  # of the ask in progress
-        self._top_scores: dict[str, Counts] = {}  # of the ask in progress, by place
+        self._unsent: dict[str, Counts] = {}  # scores of the ask in progress, by place
 
     def _describe_model(self, profile: contract_pb2.DeviceProfile) -> None:
         known = self._shared.profiles.get(self._model_name)
@@ -110,7 +115,7 @@ class SimulatedCompute(TorchCompute):
         profile.MergeFrom(known)
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
-        self._round, self._top_scores = ask.round, {}
+        self._round, self._unsent = ask.round, {}
         began = time.perf_counter()
         taken = [0]
         outside = _taken.set(taken)
@@ -120,8 +125,8 @@ class SimulatedCompute(TorchCompute):
             _taken.reset(outside)
             self._shared.asks += 1
             self._shared.seconds += time.perf_counter() - began
-        if self._top_scores:  # only now, so that they are not sent
-            computed = replace(computed, scores={**computed.scores, **self._top_scores})
+        if self._unsent:  # only now, so that they are not sent
+            computed = replace(computed, scores={**computed.scores, **self._unsent})
         if not taken[0]:
             return computed
         notes = {**computed.answer.notes, OPTIMIZER_STEPS: taken[0], STEP_NUMBER: ask.step_number}
@@ -140,7 +145,9 @@ class SimulatedCompute(TorchCompute):
         if self._is_due(name):
             scores = super()._score_model(name, model)
             if self._top_k is not None:
-                self._top_scores[place_of(TOP_K, name)] = self.score_top_k(model)
+                self._unsent[place_of(TOP_K, name)] = self.score_top_k(model)
+            if self._own_test is not None:
+                self._unsent[place_of(OWN, name)] = self._counts_on(model, self._own_test)
             return scores
         return [(place_of(SPLIT, name), self._counts(model, SPLIT))] if SPLIT in self._scored else []
 
@@ -165,6 +172,10 @@ class SimulatedCompute(TorchCompute):
             while len(scores) > _MAX_SCORES:
                 scores.popitem(last=False)
         return result
+
+    def score_on(self, model: nn.Module, rows: Samples) -> Counts:
+        """Returns the counts of a model on some rows."""
+        return self._counts_on(model, tensor_data_of(rows))
 
 
 def top_k_counts(model: nn.Module, data: TensorData | LazyData, k: int, classes: int) -> Counts:

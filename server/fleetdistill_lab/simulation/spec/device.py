@@ -17,7 +17,14 @@ from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state.directory import Storage
 from fleetdistill_lab.simulation.spec.arrays import load_arrays, split_slice
-from fleetdistill_lab.simulation.spec.score_log import OPTIMIZER_STEPS, PRODUCT, TOP_K, append_scores, append_steps
+from fleetdistill_lab.simulation.spec.score_log import (
+    OPTIMIZER_STEPS,
+    OWN,
+    PRODUCT,
+    TOP_K,
+    append_scores,
+    append_steps,
+)
 
 if TYPE_CHECKING:
     from fleetdistill.compute.base import MakeCompute
@@ -36,6 +43,7 @@ class DeviceSpec:
         classes: Number of classes of the contract.
         data_file: Training data, an `.npz` with `inputs` and `labels`, or some of its rows; see `arrays.load_arrays`.
         test_file: Path of the test set, in the same format.
+        own_test_file: The device's own rows of the test set; empty if it has none.
         state_dir: Path of the device's state directory.
         run: Name of the run.
         validation_file: Path of the validation data that decide whether the model is replaced; empty for none.
@@ -57,6 +65,7 @@ class DeviceSpec:
     state_dir: str
     run: str
     validation_file: str = ""
+    own_test_file: str = ""
     predictor: str = USUAL_PREDICTOR
     attack: str = ""
     modules: tuple[str, ...] = ()
@@ -123,14 +132,14 @@ def make_device(
         if event.kind != "scored":
             return
         split, _, variant = event.values["split"].partition("/")
-        file = {"test": spec.scores_file, TOP_K: spec.top_k_file}.get(split)
+        file = {"test": spec.scores_file, OWN: spec.scores_file, TOP_K: spec.top_k_file}.get(split)
         if file is None:
             return
+        completed = event.round
         if variant in (RECEIVED, RESULT):
-            completed = event.round - (variant == RECEIVED)  # a received model is the previous round's result
-            append_scores(file, spec.name, completed, event.values["confusion"], PRODUCT)
-        else:
-            append_scores(file, spec.name, event.round, event.values["confusion"], variant)
+            completed -= variant == RECEIVED  # a received model is the previous round's result
+            variant = PRODUCT
+        append_scores(file, spec.name, completed, event.values["confusion"], variant, own=split == OWN)
 
     return Device(
         server=Server(server, run=spec.run),
@@ -186,6 +195,8 @@ def make_compute(spec: DeviceSpec, contract: contract_pb2.Contract, shared: Shar
 
     known = shared or Shared()
     computes = _computes(spec, known.samples)
+    if spec.own_test_file and spec.score_every:
+        computes["own_test"] = known.samples(spec.own_test_file)
     if not spec.attack:
         return SimulatedCompute(contract, known, spec.is_scored, spec.top_k, **computes)
     inputs, labels = load_arrays(spec.data_file)

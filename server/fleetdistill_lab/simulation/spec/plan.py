@@ -16,6 +16,7 @@ from fleetdistill.models import PREDICTORS, build_model, path_of
 from fleetdistill.training.model import parameter_count
 from fleetdistill_lab.simulation.data.datasets import Dataset, stratified_rows
 from fleetdistill_lab.simulation.data.hold_out import hold_out_validation, proxy_rows
+from fleetdistill_lab.simulation.data.local_tests import Dealt, deal_tests
 from fleetdistill_lab.simulation.data.partition import partition, partition_parameters
 from fleetdistill_lab.simulation.data.split import Ints, Partition
 from fleetdistill_lab.simulation.spec.arrays import save_arrays, slice_of
@@ -160,8 +161,18 @@ def _limits(devices: int) -> dict[str, int]:
     return {name: max(getattr(usual, name), 2 * devices) for name in names}
 
 
-def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) -> list[DeviceSpec]:
-    """Assigns each device its model and its part of the data, and writes the data files."""
+def make_specs(
+    wanted: Simulation, data: Dataset, split: Partition, work: Path, own_tests: Sequence[int] = ()
+) -> list[DeviceSpec]:
+    """Assigns each device its model and its part of the data, and writes the data files.
+
+    Args:
+        wanted: The simulation.
+        data: The data set.
+        split: Partition of its training rows.
+        work: The simulation's work folder.
+        own_tests: Number of each device's own test rows, which follow each other in the test set; empty for none.
+    """
     models = device_models(wanted, data)
     predictors = wanted.predictors or tuple(PREDICTORS)
     modules = modules_of(wanted.method) if wanted.has_workers and not wanted.modules else _modules(wanted)
@@ -171,6 +182,7 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
     parts = [hold_out_validation(labels, rows, wanted.validation_share, seed) for rows in split.indices]
     data_files = _save_parts(data, [own for own, _ in parts], work / "train.npz")
     held_out_files = _save_parts(data, [held_out for _, held_out in parts], work / "validation.npz")
+    own_test_files = _slices(work / "test.npz", own_tests or [0] * wanted.devices)
     torch_device = str(pick_torch_device(wanted.torch_device))
     specs = []
     for number, (data_file, validation_file) in enumerate(zip(data_files, held_out_files, strict=True)):
@@ -186,6 +198,7 @@ def make_specs(wanted: Simulation, data: Dataset, split: Partition, work: Path) 
                 data_file=data_file,
                 validation_file=validation_file,
                 test_file=test_file,
+                own_test_file=own_test_files[number],
                 state_dir=str(work / name),
                 run=RUN,
                 modules=tuple(modules),
@@ -224,11 +237,13 @@ def _save_parts(data: Dataset, parts: Sequence[Ints], file: Path) -> list[str]:
     if not len(rows):
         return [""] * len(parts)
     save_arrays(file, data.train_images[rows].numpy(), data.train_labels[rows].numpy())
-    stops = np.cumsum([len(part) for part in parts]).tolist()
-    return [
-        slice_of(str(file), stop - len(part), stop) if len(part) else ""
-        for part, stop in zip(parts, stops, strict=True)
-    ]
+    return _slices(file, [len(part) for part in parts])
+
+
+def _slices(file: Path, sizes: Sequence[int]) -> list[str]:
+    """Returns the names of consecutive rows of a file; empty for a size of 0."""
+    stops = np.cumsum(sizes).tolist()
+    return [slice_of(str(file), stop - size, stop) if size else "" for size, stop in zip(sizes, stops, strict=True)]
 
 
 def _models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
@@ -264,6 +279,11 @@ def deal(wanted: Simulation, data: Dataset) -> Partition:
     labels = data.train_labels.numpy()
     settings = {**_required_settings(wanted, data), **wanted.partition_settings}
     return partition(wanted.partition, labels, wanted.devices, wanted.seed, **settings)
+
+
+def deal_with_tests(wanted: Simulation, data: Dataset) -> Dealt:
+    """Partitions the training data over the devices, and gives them test rows of their own if `test_part` says so."""
+    return deal_tests(wanted.test_part, data, deal(wanted, data), wanted.seed)
 
 
 def limit_test_set(data: Dataset, wanted: Simulation) -> Dataset:

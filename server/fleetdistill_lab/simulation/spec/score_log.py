@@ -22,12 +22,14 @@ START = 0
 """Round number of the initial models' scores."""
 PRODUCT = "/product"
 """Variant of the fleet's models that devices receive, logged under the last round that changed them."""
+OWN = "own"
+"""Split of a device's scores on its own rows of the test set."""
 DELIVERED = "/delivered"
 """Variant of the models that devices have at the end, logged under their last training."""
 ALONE = "/alone"
-"""Variant of the models that are trained without the fleet, in the log of top-k scores."""
+"""Variant of the models that are trained without the fleet, at the end: top-k scores, and those on own rows."""
 GLOBAL = "/global"
-"""Variant of the global model, in the log of top-k scores, whose device has an empty name."""
+"""Variant of the global model: top-k scores, whose device has an empty name, and those on own rows, at the end."""
 TOP_K = "top_k"
 """Name of the split of a device's top-k scores."""
 Scores = Mapping[str, Mapping[str, Mapping[int, Ints]]]
@@ -36,14 +38,18 @@ OPTIMIZER_STEPS, STEP_NUMBER = "optimizer_steps", "step_number"
 """Notes of a simulated device's answer: steps of its optimisers, and the number of the ask's step in the round."""
 
 
-def append_scores(file: Path, device: str, number: int, confusion: npt.ArrayLike, variant: str = "") -> None:
+def append_scores(
+    file: Path, device: str, number: int, confusion: npt.ArrayLike, variant: str = "", *, own: bool = False
+) -> None:
     """Appends a model's confusion matrix `[C, C]` on the test set after round `number`.
 
-    The line has only the cells that are not zero, at most one for each row of the test set.
+    With `own`, the matrix is that of the device's own rows of the test set. The line has only the cells that are not
+    zero, at most one for each row of the test set.
     """
     counts = np.asarray(confusion, np.int64)
     cells = [(int(true), int(predicted), int(counts[true, predicted])) for true, predicted in np.argwhere(counts)]
-    _append(file, {"device": device, "variant": variant, "round": number, "classes": len(counts), "cells": cells})
+    line = {"device": device, "variant": variant, "round": number, "classes": len(counts), "cells": cells}
+    _append(file, line | {"own": True} if own else line)
 
 
 def _append(file: Path, line: Mapping[str, Any]) -> None:
@@ -54,12 +60,19 @@ def _append(file: Path, line: Mapping[str, Any]) -> None:
         os.close(descriptor)
 
 
-def read_scores(file: Path) -> Scores:
-    """Returns the matrices of a score log; the last one for a repeated round."""
+def read_scores(file: Path, *, own: bool = False) -> Scores:
+    """Returns the matrices of a score log; the last one for a repeated round.
+
+    Args:
+        file: The score log.
+        own: Whether to return those on the devices' own rows instead of the test set.
+    """
     result: dict[str, dict[str, dict[int, Ints]]] = defaultdict(lambda: defaultdict(dict))
     if file.exists():
         with file.open() as lines:
             for row in map(json.loads, lines):
+                if row.get("own", False) is not own:
+                    continue
                 result[row["variant"]][row["device"]][row["round"]] = _matrix(row["classes"], row["cells"])
     return result
 

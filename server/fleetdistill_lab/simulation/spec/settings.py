@@ -66,6 +66,14 @@ class Simulation:
         classes_per_device: Number of classes per device, for the partitions by classes.
         partition_settings: The partition's further parameters, such as `min_size` or `balance`, as under [partition] in
             the settings file. See the partition's function in `partition`.
+        test_part: Test rows on which a device's own figures are computed: `global`, `local_split`, `local_like`,
+            `local_labels` or `local_client`. `global`: all test rows, with each class weighted by the device's training
+            rows. With the others each device has test rows of its own, and the test set is their union, all of which
+            is scored. `local_split`: a fifth of the device's rows, stratified if each of its classes has two rows; the
+            data set's test rows are not used. `local_like`: the data set's test rows, partitioned in the shares of the
+            training rows. `local_labels`: 1 / devices of the test rows of each class that the device has.
+            `local_client`: the test rows of the device's client, for the partition `by_client` and a data set with
+            `test_clients`.
         proxy_per_class: Number of training images per class, the last ones, to hold out as the proxy set. None means
             0 for methods without a proxy set, and else 8, or half the smallest class if it has fewer than 16. Set it
             for all methods of a comparison, so that they train on the same data.
@@ -107,7 +115,7 @@ class Simulation:
         score_every: Rounds from one score of the device models to the next, or with `global` of the global model;
             None for the rule of `score`. The last round is always scored.
         score_rows: Number of test rows on which device models are scored, drawn once by class; None for the rule of
-            `score`.
+            `score`. Needs `test_part = "global"`.
         top_k: Number of classes among which the true one counts in the top-k accuracies, which are reported beside
             accuracies; below the number of classes. None for no such accuracies.
         export: Devices whose models are written as ONNX at the end: `one`, `best`, `all`, `none` or a number.
@@ -139,6 +147,7 @@ class Simulation:
     alpha: float = 0.5
     classes_per_device: int = 2
     partition_settings: Mapping[str, Any] = field(default_factory=dict)
+    test_part: Literal["global", "local_split", "local_like", "local_labels", "local_client"] = "global"
     proxy_per_class: int | None = None
     validation_share: float = 0.0
     hostile: int = 0
@@ -217,6 +226,8 @@ class Simulation:
 
     def rows_scored(self, test_rows: int) -> int:
         """Number of rows of the test set on which device models are scored: `score_rows`, or its default."""
+        if self.test_part != "global":
+            return test_rows
         if self.score_rows is not None:
             return min(self.score_rows, test_rows)
         return min(MAX_SCORED_ROWS, test_rows) if self.score == "sampled" else test_rows
