@@ -17,6 +17,7 @@ from fleetdistill_lab.simulation.backends.choice import check_backend
 from fleetdistill_lab.simulation.controls.fedavg import check_fedavg
 from fleetdistill_lab.simulation.controls.local_only import start_model
 from fleetdistill_lab.simulation.data.datasets import Dataset
+from fleetdistill_lab.simulation.data.hugging_face import is_hugging_face
 from fleetdistill_lab.simulation.data.local_tests import GLOBAL, LOCAL_CLIENT, LOCAL_SPLIT, TEST_PARTS
 from fleetdistill_lab.simulation.data.partition import check_partition_settings
 from fleetdistill_lab.simulation.data.split import Partition
@@ -79,6 +80,10 @@ def check_settings(wanted: Simulation) -> None:
     check_figure(wanted.figure, wanted.panels)
     if wanted.seed < 0:
         raise ConfigurationError(f"seed is {wanted.seed}, must be at least 0")
+    if wanted.client_column and not is_hugging_face(wanted.dataset):
+        raise ConfigurationError(
+            f"client_column is {wanted.client_column!r}, but the data set is not one of the Hugging Face Hub; remove it"
+        )
     check_partition_settings(wanted.partition, wanted.partition_settings)
     for name in wanted.predictors:
         if name not in PREDICTORS:

@@ -23,6 +23,7 @@ from fleetdistill_lab.simulation.checks import check_plan, check_settings
 from fleetdistill_lab.simulation.controls.fedavg import run_fedavg_control
 from fleetdistill_lab.simulation.controls.local_only import score_initial_models, train_fleet_local_only
 from fleetdistill_lab.simulation.data.datasets import Dataset, load_dataset
+from fleetdistill_lab.simulation.data.hugging_face import is_hugging_face, read_hugging_face
 from fleetdistill_lab.simulation.data.own import limit_rows
 from fleetdistill_lab.simulation.folder import IfThere, check_folder, open_folder, saved_settings
 from fleetdistill_lab.simulation.links.links import run_over_memory
@@ -142,6 +143,10 @@ def _load(wanted: Simulation) -> Dataset:
     limit, size, seed = wanted.train_limit, wanted.image_size, wanted.seed
     if isinstance(wanted.dataset, Dataset):
         data = limit_rows(wanted.dataset, limit, size, seed)
+    elif is_hugging_face(wanted.dataset):
+        data = limit_rows(
+            read_hugging_face(str(wanted.dataset), wanted.client_column, wanted.data_dir), limit, size, seed
+        )
     else:
         data = load_dataset(str(wanted.dataset), wanted.data_dir, train_limit=limit, image_size=size, seed=seed)
     return limit_test_set(data, wanted)

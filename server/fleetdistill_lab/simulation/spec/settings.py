@@ -46,9 +46,10 @@ class Simulation:
             devices' processes import them too, and so do workers. Not needed for methods that this process has
             registered.
         settings: The method's settings, as under [method] in run.toml.
-        dataset: Name of a data set, such as digits, mnist or cifar10, or the path of an .npz file. The file is
-            for `read_dataset`; from Python also a `Dataset`, or arrays for `own_dataset`. A simulation keeps a copy of
-            your own data.
+        dataset: Name of a data set, such as digits, mnist or cifar10, the path of an .npz file, or `hf:NAME` of the
+            Hugging Face Hub. The file is for `read_dataset`; from Python also a `Dataset`, or arrays for `own_dataset`.
+            A simulation keeps a copy of your own data.
+        client_column: Column of an `hf:` data set with the client of each row, for the partition `by_client`.
         data_dir: Folder of the data sets, to which missing ones are downloaded. See `load_dataset`.
         image_size: Height and width that images are reduced to by averaging; None keeps their size.
         train_limit: Largest number of training images in the whole fleet; None for all.
@@ -134,6 +135,7 @@ class Simulation:
     modules: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     dataset: str | Dataset | Arrays | tuple[npt.ArrayLike, npt.ArrayLike] = "digits"
+    client_column: str = ""
     data_dir: Path | None = None
     image_size: int | None = None
     train_limit: int | None = None
