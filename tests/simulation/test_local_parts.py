@@ -15,7 +15,8 @@ from support.long import long_except
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill_lab.simulation.checks import check_settings
 from fleetdistill_lab.simulation.data.own import own_dataset
-from fleetdistill_lab.simulation.fleet import simulate
+from fleetdistill_lab.simulation.fleet import Interrupted, simulate
+from fleetdistill_lab.simulation.progress import Progress
 from fleetdistill_lab.simulation.report.metrics import fairness_of
 from fleetdistill_lab.simulation.report.results import FleetReport
 from fleetdistill_lab.simulation.show import scored_line
@@ -195,3 +196,49 @@ def test_own_figures_do_not_depend_on_where_devices_run(change: dict[str, Any], 
     )
     assert here.scores == there.scores
     assert [one.own_accuracy_fleet for one in here.devices] == [one.own_accuracy_fleet for one in there.devices]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"score": "none"},
+        {"score": "global", "with_fedavg": True},
+        {"validation_share": 0.25, "score": "devices"},
+        {"hostile": 1, "attack": "flips"},
+        {"proxy_per_class": 2, "test_part": "local_labels"},
+    ],
+    ids=str,
+)
+def test_other_settings_work_with_own_test_rows(changes: dict[str, Any], tmp_path: Path) -> None:
+    """A figure is missing where the model is not scored, and nowhere else."""
+    report = simulate(fleet("fedavg", tmp_path, **changes))
+    score = changes.get("score", "sampled")
+    assert any(device.accuracy_fleet is not None for device in report.devices) == (score in ("sampled", "devices"))
+    for device in report.devices:
+        if device.own_test_rows:
+            assert (device.own_accuracy_fleet is None) == (device.accuracy_fleet is None)
+    of_global = [row.own_accuracy for row in report.comparison if row.name == "FedAvg global"]
+    assert None not in of_global
+    assert len(of_global) == (score != "none")
+
+
+def test_interrupted_and_resumed_figures_are_the_same(tmp_path: Path) -> None:
+    """The global model's own accuracy is known at the end only."""
+
+    def stop(progress: Progress) -> None:
+        if progress.completed == 1:
+            raise KeyboardInterrupt
+
+    whole = simulate(fleet("fedavg", tmp_path / "whole", with_alone=True))
+    out = tmp_path / "stopped"
+    with pytest.raises(Interrupted) as interrupted:
+        simulate(fleet("fedavg", out, with_alone=True), stop)
+    early = interrupted.value.report
+    assert early is not None
+    assert early.scores["fleet"]["accuracy"]["c_spec"] is not None
+    assert [device.own_accuracy_fleet for device in early.devices] == [None] * 4
+    again = simulate(fleet("fedavg", out, with_alone=True), if_there="resume")
+    assert again.scores == whole.scores
+    assert [replace(device, onnx_file="") for device in again.devices] == [
+        replace(device, onnx_file="") for device in whole.devices
+    ]
