@@ -48,10 +48,7 @@ def linked(method: str, device: str, seed: int = 0) -> float | None:
         {
             "run": {"name": "audit", "method": method},
             "contract": {"classes": 10, "input_shape": [1, 8, 8]},
-            "model": {
-                "device": device,
-                "extractor": "scattering" if method in ("fedcgs", "fedpft") else "digits_extractor",
-            },
+            "model": {"device": device, "extractor": extractor},
             "server": {"torch_device": "cpu"},
         }
     )
