@@ -128,6 +128,34 @@ def test_cells_with_the_same_settings_share_a_run() -> None:
     assert len(set(runs.values())) == 4
 
 
+TUNE = """
+[tune]
+setting = "method.learning_rate"
+values = [0.01, 0.1]
+"""
+
+
+def test_tuning_tries_each_value_on_held_out_rows(tmp_path: Path) -> None:
+    experiment = read_experiment(write(tmp_path, TEXT + TUNE))
+    tried = experiment.tuning_cells()
+    assert len(tried) == 4 * 3 * 2
+    assert [value for value, _ in tried[:2]] == [0.01, 0.1]
+    assert {cell.simulation.seed for _, cell in tried} == {0}
+    assert {cell.simulation.test_part for _, cell in tried} == {"local_split"}
+    assert {cell.simulation.settings["learning_rate"] for _, cell in tried} == {0.01, 0.1}
+    chosen = experiment.cells({("FedAvg", "alpha 0.1, all"): 0.1})
+    rates = {(cell.label, cell.point): cell.simulation.settings.get("learning_rate") for cell in chosen}
+    assert rates["FedAvg", "alpha 0.1, all"] == 0.1
+    assert rates["FedAvg", "alpha 1.0, all"] is None
+    assert {cell.simulation.test_part for cell in chosen} == {"global"}
+    assert read_experiment(write(tmp_path)).tuning_cells() == []
+
+
+def test_method_without_the_setting_is_not_tuned(tmp_path: Path) -> None:
+    text = (TEXT + TUNE).replace("method.learning_rate", "method.mu")
+    assert {cell.label for _, cell in read_experiment(write(tmp_path, text)).tuning_cells()} == {"fedprox"}
+
+
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
@@ -153,6 +181,12 @@ def test_cells_with_the_same_settings_share_a_run() -> None:
         ('"simulation.devices_per_round" = 3', '"simulation.devices_per_round" = 7', "devices_per_round is 7"),
         ("alpha = [0.1, 1.0]", "alpha = 0.1", "grid.alpha"),
         ('title = "Three methods"', "title = ", "three.toml"),
+        ('"simulation.devices_per_round" = 3', '"fedprox.mu" = 3', "unknown section 'fedprox'"),
+        (
+            "[methods.fedprox]",
+            'tune = { setting = "method.mu", values = [1] }\n[methods.fedprox]',
+            "methods.FedAvg.tune",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused(old: str, new: str, sentence: str, tmp_path: Path) -> None:

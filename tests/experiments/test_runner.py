@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.state.file_lock import lock_file
 from fleetdistill_lab.experiments.changes import changed_definition, changed_results, changed_versions
-from fleetdistill_lab.experiments.definition import Experiment, MethodEntry
+from fleetdistill_lab.experiments.definition import Experiment, MethodEntry, Tune
 from fleetdistill_lab.experiments.metrics import Target
 from fleetdistill_lab.experiments.results import open_results
 from fleetdistill_lab.experiments.runner import Progress, run_experiment
@@ -286,6 +286,23 @@ class _References(HTMLParser):
 
 def call(*words: str):
     return CliRunner().invoke(app, ["experiment", *words])
+
+
+def test_tuned_value_is_the_best_on_held_out_rows(tmp_path: Path) -> None:
+    """A rate of 0 leaves the initial weights, so that the other one is chosen; the page and the runs have it."""
+    methods = {"FedAvg": MethodEntry(method="fedavg"), "alone": MethodEntry(method="no_transfer")}
+    tune = Tune(setting="method.learning_rate", values=[1e-9, 0.05])
+    sections = {"simulation": {**TINY, "rounds": 6, "train_limit": 200, "alpha": 100.0}}
+    tuned = experiment(methods=methods, seeds=[0], tune=tune, sections=sections)
+    run_experiment(tuned, tmp_path, workers=2)
+    with open_results(tmp_path) as results:
+        found = results.tuned(tuned)
+        assert {key: of[0][0] for key, of in found.items()} == {("FedAvg", ""): 0.05, ("alone", ""): 0.05}
+        assert all(of[0][1] > of[1][1] for of in found.values())
+        runs = results.runs()
+        chosen = [runs[cell.run].settings["method"]["learning_rate"] for cell in results.cells()]
+        assert chosen == [0.05, 0.05]
+        assert len(runs) == 6
 
 
 @pytest.mark.pictures

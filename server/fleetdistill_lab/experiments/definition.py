@@ -29,6 +29,7 @@ __all__ = [
     "Experiment",
     "MethodEntry",
     "Sections",
+    "Tune",
     "find_experiment",
     "parse_seeds",
     "read_experiment",
@@ -37,6 +38,8 @@ __all__ = [
 Sections = Mapping[str, Mapping[str, Any]]
 """Settings by section: `simulation`, `partition`, `fleet`, and `method` for all methods that have the setting."""
 SECTIONS = ("simulation", "partition", "fleet", "method")
+_VALIDATION = {"simulation.test_part": "local_split", "simulation.test_limit": None, "simulation.score_rows": None}
+"""Changes of settings for runs that are scored on held-out training rows; the limits are about other rows."""
 SCALE = "paper"
 """The scale of a file's settings outside [scales]."""
 
@@ -208,7 +211,7 @@ class Experiment:
         self.check_names()
         if self.tune is None:
             return []
-        key, changes = _full(self.tune.setting), {"simulation.test_part": "local_split"}
+        key, changes = _full(self.tune.setting), dict(_VALIDATION)
         return [
             (value, self._cell(label, point, self.seeds[0], {**changes, key: value}))
             for point in self.points
@@ -264,7 +267,9 @@ class Experiment:
             **{name: {**self.sections.get(name, {}), **of_point[name]} for name in ("partition", "fleet")},
             "method": {**{name: value for name, value in for_all.items() if name in known}, **entry.settings},
         }
-        sections = {name: {**values, **_of_section(changes, name)} for name, values in sections.items()}
+        for name, values in sections.items():
+            merged = {**values, **_of_section(changes, name)}
+            sections[name] = {key: value for key, value in merged.items() if value is not None}
         sections = {name: values for name, values in sections.items() if values}
         where = f"{label}: "
         checked = {name: check_section(where, name, values, Path()) for name, values in sections.items()}

@@ -207,6 +207,18 @@ class TestDownload:
         assert data.train_labels.tolist() == list(range(26))
         assert (data.classes[0], data.classes[-1]) == ("A", "Z")
 
+    def test_channels_first_and_labels_as_svhn_has_them(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def source(root: Path, split: str, download: bool) -> SimpleNamespace:
+            data = np.zeros((10, 3, 4, 5), dtype=np.uint8)
+            data[:, 2, 1, 3] = 255
+            return SimpleNamespace(data=data, labels=np.arange(10) if split == "train" else np.zeros(10, np.int64))
+
+        monkeypatch.setattr("torchvision.datasets.SVHN", source)
+        data = load_dataset("svhn", tmp_path)
+        assert data.train_images.shape == (10, 3, 4, 5)
+        assert data.train_images[0].nonzero().tolist() == [[2, 1, 3]]
+        assert (data.train_labels.tolist(), data.test_labels.tolist()) == (list(range(10)), [0] * 10)
+
     def test_without_a_folder_the_users_cache_is_used(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("FLEETDISTILL_DATA", raising=False)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -234,8 +246,8 @@ class TestDownload:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(DataError, match="unknown data set 'svhn', expected one of digits, fashion-mnist, mnist"):
-        load_dataset("svhn")
+    with pytest.raises(DataError, match="unknown data set 'imagenet', expected one of digits, fashion-mnist, mnist"):
+        load_dataset("imagenet")
 
 
 def test_a_limit_out_of_range_is_refused() -> None:

@@ -22,6 +22,7 @@ from fleetdistill.names import unknown_name
 from fleetdistill_lab.simulation.data.dealing import largest_remainder
 
 _DIGITS = tuple("0123456789")
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _FASHION = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
 _CIFAR10 = "airplane,automobile,bird,cat,deer,dog,frog,horse,ship,truck"
 _CIFAR100 = (
@@ -40,18 +41,25 @@ DATASETS: Mapping[str, tuple[str, ...]] = {
     "mnist": _DIGITS,
     "cifar10": tuple(_CIFAR10.split(",")),
     "cifar100": tuple(_CIFAR100.split()),
-    "emnist-letters": tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"),
+    "emnist-letters": tuple(_LETTERS),
     "femnist-digits": _DIGITS,
+    "femnist": (*_DIGITS, *_LETTERS, *_LETTERS.lower()),
+    "svhn": _DIGITS,
+    "cinic10": tuple(_CIFAR10.split(",")),
+    "five-digits": _DIGITS,
 }
 """Maps the name of each data set to its class names, in label order."""
 
-_TORCHVISION: Mapping[str, tuple[str, dict[str, str]]] = {
-    "fashion-mnist": ("FashionMNIST", {}),
-    "mnist": ("MNIST", {}),
-    "cifar10": ("CIFAR10", {}),
-    "cifar100": ("CIFAR100", {}),
-    "emnist-letters": ("EMNIST", {"split": "letters"}),
+_PARTS: tuple[dict[str, Any], ...] = ({"train": True}, {"train": False})
+_TORCHVISION: Mapping[str, tuple[str, tuple[dict[str, Any], ...]]] = {
+    "fashion-mnist": ("FashionMNIST", _PARTS),
+    "mnist": ("MNIST", _PARTS),
+    "cifar10": ("CIFAR10", _PARTS),
+    "cifar100": ("CIFAR100", _PARTS),
+    "emnist-letters": ("EMNIST", ({"train": True, "split": "letters"}, {"train": False, "split": "letters"})),
+    "svhn": ("SVHN", ({"split": "train"}, {"split": "test"})),
 }
+"""Maps each data set to torchvision's class and its arguments for the training and the test part."""
 _FIRST_LABEL = {"emnist-letters": 1}
 """The smallest of torchvision's labels, for data sets where it is not 0."""
 _HOW_TO_PROVIDE = "create the file, or set --data-dir or FLEETDISTILL_DATA to its folder"
@@ -124,9 +132,9 @@ def load_dataset(
     `digits` is bundled with scikit-learn and split 80/20 by class with a fixed seed. The others are read from
     `<folder>/<name>/<name>.npz` (name with `_`; arrays `train_images`, `train_labels`, `test_images`, `test_labels`;
     images uint8 `[N, H, W]` or `[N, H, W, 3]`). The folder is `data_dir`, else the variable FLEETDISTILL_DATA, else a
-    folder in the user's cache. If the file does not exist, torchvision downloads the data set into the folder. Only
-    `femnist-digits` cannot be downloaded; its file also has `train_clients` and, optionally, `test_clients`, `[N]`
-    integers.
+    folder in the user's cache. If the file does not exist, torchvision downloads the data set into the folder.
+    `femnist-digits`, `femnist` (62 classes), `cinic10` and `five-digits` (digits from several sources) cannot be
+    downloaded; their files may also have `train_clients` and `test_clients`, `[N]` integers.
 
     Args:
         name: A name in `DATASETS`; `-` and `_` are equivalent.
@@ -236,14 +244,16 @@ def _download(name: str, folder: Path, file: Path) -> _Arrays:
         from torchvision import datasets
 
         kind, options = _TORCHVISION[name]
-        source = getattr(datasets, kind)
-        train, test = (source(folder, train=train, download=True, **options) for train in (True, False))
+        train, test = (getattr(datasets, kind)(folder, download=True, **of) for of in options)
     except (ImportError, OSError, RuntimeError) as error:
         why = " ".join(str(error).split())
         raise DataError(
             f"{name}: {file} does not exist and the download into {folder} failed ({why}); {_HOW_TO_PROVIDE}"
         ) from error
-    parts = (train.data, train.targets, test.data, test.targets)  # CIFAR10: arrays and lists; MNIST: tensors
+    if name == "svhn":  # channels first, and another name for the labels
+        parts = (train.data.transpose(0, 2, 3, 1), train.labels, test.data.transpose(0, 2, 3, 1), test.labels)
+    else:  # CIFAR10: arrays and lists; MNIST: tensors
+        parts = (train.data, train.targets, test.data, test.targets)
     arrays = {key: np.asarray(part) for key, part in zip(_KEYS, parts, strict=True)}
     for part in ("train", "test"):
         arrays[f"{part}_labels"] = arrays[f"{part}_labels"] - _FIRST_LABEL.get(name, 0)
