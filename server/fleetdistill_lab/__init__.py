@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from fleetdistill.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from fleetdistill_lab.experiments.definition import Experiment, MethodEntry, read_experiment
+    from fleetdistill_lab.experiments.runner import run_experiment
     from fleetdistill_lab.simulation.data.datasets import Dataset, load_dataset
     from fleetdistill_lab.simulation.data.own import own_dataset, read_dataset
     from fleetdistill_lab.simulation.fleet import Interrupted, simulate
@@ -30,16 +32,20 @@ __all__ = [
     "ATTACKS",
     "Dataset",
     "DeviceReport",
+    "Experiment",
     "FleetBehaviour",
     "FleetReport",
     "Interrupted",
+    "MethodEntry",
     "Progress",
     "Simulation",
     "exchange_lines",
     "load_dataset",
     "own_dataset",
     "read_dataset",
+    "read_experiment",
     "read_traces",
+    "run_experiment",
     "show_comparison",
     "show_run",
     "simulate",
@@ -51,16 +57,20 @@ _WHERE = {
     "ATTACKS": "fleetdistill_lab.simulation.spec.hostile",
     "Dataset": "fleetdistill_lab.simulation.data.datasets",
     "DeviceReport": "fleetdistill_lab.simulation.report.results",
+    "Experiment": "fleetdistill_lab.experiments.definition",
     "FleetBehaviour": "fleetdistill_lab.simulation.timing.behaviour",
     "FleetReport": "fleetdistill_lab.simulation.report.results",
     "Interrupted": "fleetdistill_lab.simulation.fleet",
+    "MethodEntry": "fleetdistill_lab.experiments.definition",
     "Progress": "fleetdistill_lab.simulation.progress",
     "Simulation": "fleetdistill_lab.simulation.spec.settings",
     "exchange_lines": "fleetdistill_lab.simulation.show",
     "load_dataset": "fleetdistill_lab.simulation.data.datasets",
     "own_dataset": "fleetdistill_lab.simulation.data.own",
     "read_dataset": "fleetdistill_lab.simulation.data.own",
+    "read_experiment": "fleetdistill_lab.experiments.definition",
     "read_traces": "fleetdistill_lab.simulation.timing.traces",
+    "run_experiment": "fleetdistill_lab.experiments.runner",
     "show_comparison": "fleetdistill_lab.simulation.show",
     "show_run": "fleetdistill_lab.simulation.show",
     "simulate": "fleetdistill_lab.simulation.fleet",
