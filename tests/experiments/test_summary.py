@@ -114,8 +114,9 @@ def test_mean_without_all_seeds_does_not_exist() -> None:
     some, none = found["alpha 0.1", "c"], found["alpha 1", "c"]
     assert (some.seeds, some.missing, some.mean) == (1, 2, None)
     assert (none.seeds, none.missing, none.mean) == (0, 3, None)
-    text = text_of(short_table("accuracy", list(found.values()), {}))
+    text = text_of(short_table("rounds_to_target", list(found.values()), {}))
     assert "never (2 of 3)" in text
+    assert "none (2 of 3)" in text_of(short_table("global", list(found.values()), {})), "without a global model"
 
 
 def test_summary_table_marks_the_best_mean_and_the_source() -> None:

@@ -30,9 +30,6 @@ __all__ = [
     "summary_table",
 ]
 
-NEVER = "never"
-"""Shown where a run did not reach the target."""
-
 
 @dataclass(frozen=True)
 class Table:
@@ -94,7 +91,7 @@ def short_table(metric: str, summaries: Sequence[Summary], printed: Mapping[str,
             one, value = by_key[label, point], printed.get(label, {}).get(point)
             star = "*" if one.p is not None and one.p <= LEVEL else ""
             source = "" if value is None else f" (source: {value:g})"
-            row.append(f"{_mean_text(one, METRICS[metric].unit)}{star}{source}")
+            row.append(f"{_mean_text(one, metric)}{star}{source}")
         rows.append(row)
     return Table(METRICS[metric].title, ("", *points) if points != [""] else ("", metric), rows)
 
@@ -131,7 +128,7 @@ def summary_table(
         row = [label]
         for point in points:
             one = by_key[label, point]
-            row.append(_mean_text(one, unit))
+            row.append(_mean_text(one, metric))
             if has_differences:
                 row.append(format_value(one.difference, one.difference_spread, unit, "+"))
                 row.append("" if one.p is None else f"{one.p:.2g}")
@@ -142,10 +139,11 @@ def summary_table(
     return Table(METRICS[metric].title, header, rows, frozenset(strong))
 
 
-def _mean_text(one: Summary, unit: str) -> str:
+def _mean_text(one: Summary, metric: str) -> str:
     if one.missing:
-        return f"{NEVER} ({one.missing} of {one.missing + one.seeds})" if one.seeds else NEVER
-    return format_value(one.mean, one.spread, unit) or "not run"
+        text = "never" if METRICS[metric].needs_target else "none"
+        return f"{text} ({one.missing} of {one.missing + one.seeds})" if one.seeds else text
+    return format_value(one.mean, one.spread, METRICS[metric].unit) or "not run"
 
 
 def claim_table(text: str, metric: str, pairs: Sequence[Pair]) -> Table:
