@@ -159,7 +159,6 @@ def test_method_without_the_setting_is_not_tuned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        ('title = "Three methods"', "", "title: Field required"),
         ('seeds = "0-1"', 'seeds = "1-0"', "seeds is '1-0'"),
         ("devices = 3", "device = 3", "unknown setting 'device'"),
         ("devices = 3", "devices = 0", "devices is 0"),

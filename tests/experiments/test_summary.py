@@ -97,7 +97,7 @@ def test_adjusted_values_are_no_smaller_and_keep_their_order(values: list[float]
 
 def test_summary_pairs_seeds_and_corrects_for_all_points() -> None:
     """Leads of b are 0.1, 0.2 and 0.3: t = 2 sqrt(3). It is the only test, since all others have no spread or pairs."""
-    found = {(one.point, one.label): one for one in summarize(VALUES, "a", FINISHED)}
+    found = {(one.point, one.label): one for one in summarize(VALUES, "a", FINISHED, 3)}
     lead = found["alpha 0.1", "b"]
     assert lead.mean == pytest.approx(0.8)
     assert lead.difference == pytest.approx(0.2)
@@ -110,17 +110,17 @@ def test_summary_pairs_seeds_and_corrects_for_all_points() -> None:
 
 def test_mean_without_all_seeds_does_not_exist() -> None:
     """The seeds that reached a target say nothing of those that did not."""
-    found = {(one.point, one.label): one for one in summarize(VALUES, "a", FINISHED)}
+    found = {(one.point, one.label): one for one in summarize(VALUES, "a", FINISHED, 3)}
     some, none = found["alpha 0.1", "c"], found["alpha 1", "c"]
     assert (some.seeds, some.missing, some.mean) == (1, 2, None)
     assert (none.seeds, none.missing, none.mean) == (0, 3, None)
     text = text_of(short_table("rounds_to_target", list(found.values()), {}))
-    assert "never (2 of 3)" in text
-    assert "none (2 of 3)" in text_of(short_table("global", list(found.values()), {})), "without a global model"
+    assert "never in 2 of 3" in text
+    assert "none in 2 of 3" in text_of(short_table("global", list(found.values()), {})), "without a global model"
 
 
 def test_summary_table_marks_the_best_mean_and_the_source() -> None:
-    found = summarize(VALUES, "a", FINISHED)
+    found = summarize(VALUES, "a", FINISHED, 3)
     table = summary_table("accuracy", found, "a", {"b": {"alpha 1": 61.5}})
     assert list(table.header) == ["", *["alpha 0.1", "from a", "p", "in the source"], "alpha 1", *table.header[6:]]
     assert table.rows[1][:4] == ["b", "80.0 ± 17.3", "+20.0 ± 10.0", "0.074"]
@@ -130,7 +130,7 @@ def test_summary_table_marks_the_best_mean_and_the_source() -> None:
 
 def test_smaller_is_better_for_bytes(tmp_path: Path) -> None:
     values = {"": {"a": {0: 2000.0, 1: 2000.0}, "b": {0: 1000.0, 1: 1000.0}}}
-    table = summary_table("bytes", summarize(values, "a", {("", "a"): 2, ("", "b"): 2}), "a", {})
+    table = summary_table("bytes", summarize(values, "a", {("", "a"): 2, ("", "b"): 2}, 2), "a", {})
     assert table.strong == {(1, 1)}
     assert table.rows == [["a", "2.0 kB"], ["b", "1.0 kB"]]
 
@@ -183,7 +183,7 @@ def test_csv_has_full_precision(tmp_path: Path) -> None:
 
 def test_latex_escapes_and_emphasizes(tmp_path: Path) -> None:
     values = {"a_b & c": {"x%": {0: 0.5, 1: 0.7}, "y": {0: 0.4, 1: 0.4}}}
-    found = summarize(values, "x%", {("a_b & c", "x%"): 2, ("a_b & c", "y"): 2})
+    found = summarize(values, "x%", {("a_b & c", "x%"): 2, ("a_b & c", "y"): 2}, 2)
     save_latex(summary_table("accuracy", found, "x%", {}), tmp_path / "x.tex", "tab:x")
     text = (tmp_path / "x.tex").read_text()
     assert r"x\% & \textbf{60.0 $\pm$ 14.1} &" in text

@@ -115,7 +115,7 @@ def _run(
         MofNCompleteColumn(),
         TextColumn("{task.fields[left]}"),
     )
-    failed = list[str]()
+    failed, begun = list[str](), list[bool]()
     bars = Bars(*columns, console=console, transient=True)
     task = bars.add_task("runs", total=None, left="")
 
@@ -124,10 +124,12 @@ def _run(
         left = "" if done.seconds_left is None else f"about {_duration(done.seconds_left)} left"
         bars.update(task, total=done.total, completed=done.finished + done.failed, left=left)
         if done.cell is None:
+            if done.finished and not begun:
+                console.print(f"{done.finished} of {done.total} finished before", highlight=False)
+            begun.append(True)
             return
-        where = ", ".join(
-            text for text in (done.cell.label, done.cell.point, f"seed {done.cell.simulation.seed}") if text
-        )
+        parts = (done.cell.label, done.cell.point, f"seed {done.cell.simulation.seed}", done.cell.tried)
+        where = ", ".join(text for text in parts if text)
         if done.error:
             failed.append(f"{where}: {done.error}")
         line = f"failed: {done.error}" if done.error else f"{done.seconds:.0f} s"
@@ -212,7 +214,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Folder; by default out/experiments/NAME-SCALE.")] = None,
     overwrite: _Overwrite = False,
 ) -> None:
-    """Runs an experiment and writes its report. Example: fleetdistill experiment run feddkc-5-7 --scale small
+    """Runs an experiment and writes its report. Example: fleetdistill experiment run feddkc-tables-5-7 --scale small
 
     Finished runs are not repeated, interrupted ones continue. Cells with the same settings share a run.
     """
@@ -228,6 +230,25 @@ def run(
             _write_report(experiment, folder)
 
 
+@experiment_app.command("list")
+@report_errors
+def list_experiments() -> None:
+    """Lists the experiments that come with the package. Example: fleetdistill experiment list"""
+    from fleetdistill_lab.experiments.definition import packaged, read_experiment
+
+    for name, file in packaged().items():
+        typer.echo(f"{name:<20}  {read_experiment(file).title}")
+
+
+@experiment_app.command("show")
+@report_errors
+def show_experiment(file: _File) -> None:
+    """Prints the file of an experiment, to be changed. Example: fleetdistill experiment show one-exchange > my.toml"""
+    from fleetdistill_lab.experiments.definition import find_experiment
+
+    typer.echo(find_experiment(file).read_text(encoding="utf-8"), nl=False)
+
+
 @experiment_app.command("report")
 @report_errors
 def report(
@@ -235,7 +256,7 @@ def report(
     scale: _Scale = "paper",
     out: Annotated[Path | None, typer.Option(help="Folder; by default out/experiments/NAME-SCALE.")] = None,
 ) -> None:
-    """Writes the report of the finished runs again. Example: fleetdistill experiment report feddkc-5-7 --scale small
+    """Writes the report of the finished runs again. Example: fleetdistill experiment report feddkc-tables-5-7
 
     The page report/index.html needs no other file; beside it are tables as CSV and LaTeX and figures as PDF and SVG.
     """

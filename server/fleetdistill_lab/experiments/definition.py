@@ -115,13 +115,13 @@ class Tune(_Part):
 class _File(_Part):
     """Contents of an experiment's file."""
 
-    title: str
+    title: str = ""
     source: str = ""
     note: str = ""
     seeds: Annotated[
         tuple[int, ...], BeforeValidator(lambda given: parse_seeds(given) if isinstance(given, str) else given)
     ]
-    metrics: list[str] = ["accuracy", "own_accuracy"]
+    metrics: list[str] = ["accuracy", "own_accuracy", "trained", "own_trained"]
     reference: str = ""
     target: Target | None = None
     tune: Tune | None = None
@@ -144,6 +144,7 @@ class Cell:
         point: Name of the grid point, such as `alpha 0.1`; empty without a grid.
         simulation: The run; its `out` is not set.
         sections: The same settings as a file for `fleetdistill simulate` has them.
+        tried: The tried value of a tuned setting; empty otherwise.
         run: Name of the run, made of the method and a digest of all settings that decide the results. Cells with the
             same settings share a run, such as those of a control that lacks the grid's setting.
     """
@@ -153,6 +154,7 @@ class Cell:
     simulation: Simulation
     sections: Sections
     run: str
+    tried: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +186,7 @@ class Experiment:
     source: str = ""
     note: str = ""
     scale: str = SCALE
-    metrics: Sequence[str] = ("accuracy", "own_accuracy")
+    metrics: Sequence[str] = ("accuracy", "own_accuracy", "trained", "own_trained")
     reference: str = ""
     target: Target | None = None
     tune: Tune | None = None
@@ -213,7 +215,13 @@ class Experiment:
             return []
         key, changes = _full(self.tune.setting), dict(_VALIDATION)
         return [
-            (value, self._cell(label, point, self.seeds[0], {**changes, key: value}))
+            (
+                value,
+                replace(
+                    self._cell(label, point, self.seeds[0], {**changes, key: value}),
+                    tried=f"{self.tune.setting} = {value}",
+                ),
+            )
             for point in self.points
             for label in self.methods
             if self._is_tuned(label)
@@ -385,7 +393,7 @@ def _make(file: Path, contents: Mapping[str, Any], scale: str) -> Experiment:
         raise ConfigurationError(f"{file}: {where}: {first['msg'].removeprefix('Value error, ')}") from error
     return Experiment(
         name=file.stem,
-        title=read.title,
+        title=read.title or file.stem,
         source=read.source,
         note=read.note,
         scale=scale,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,18 +15,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_boxes", "draw_curves", "draw_lines", "draw_partitions", "save_figure"]
+__all__ = ["AXES", "CURVE_TITLES", "draw_boxes", "draw_curves", "draw_lines", "draw_partitions", "save_figure"]
 
 COLUMN_MM, PAGE_MM = 84, 174
 _INCH_MM = 25.4
-_AXES = {
+AXES = {
     "round": "rounds",
     "kilobytes": "kB from and to a device",
-    "exchanges": "exchanges of a device",
     "steps": "thousand local steps of a device",
     "seconds": "seconds on this machine",
 }
-"""Columns of the curves' table that are drawn as x axis, with their titles."""
+"""What a curve may be a function of, with the axis's title."""
 _STYLE = {
     "font.size": 7,
     "axes.titlesize": 7,
@@ -67,7 +67,7 @@ def save_figure(figure: Figure, folder: Path, name: str, formats: Sequence[str] 
 def draw_lines(lines: Sequence[Line], title: str) -> Figure:
     """Draws the models' accuracy on all classes by bytes, with a bar of one standard deviation."""
     import matplotlib
-    from matplotlib.ticker import FuncFormatter, PercentFormatter
+    from matplotlib.ticker import PercentFormatter
 
     with matplotlib.rc_context(_STYLE):
         figure, axes = _new(1, 1, PAGE_MM, 100)
@@ -95,9 +95,9 @@ def draw_lines(lines: Sequence[Line], title: str) -> Figure:
                 capsize=2,
                 **look,
             )
-        ax.set_xscale("log")
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda kilobytes, _: f"{kilobytes:,.10g}"))
+        _use_log_scale(ax)
         ax.set_xlabel("kB sent and received per device in the whole run")
+        ax.set_ylabel("accuracy on all classes")
         ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         ax.set_title(title, loc="left")
         _tidy(ax)
@@ -106,57 +106,69 @@ def draw_lines(lines: Sequence[Line], title: str) -> Figure:
     return figure
 
 
-def draw_curves(rounds: pandas.DataFrame, metric: str) -> Figure | None:
-    """Draws a metric against rounds, bytes, exchanges, local steps and seconds: the mean over seeds, and their range.
+def draw_curves(rounds: pandas.DataFrame, metric: str, x: str) -> Figure | None:
+    """Draws a metric as a function of what was spent: the mean over seeds, and their range.
 
     Args:
         rounds: Table `rounds` with the columns label, point and seed.
         metric: Name in `CURVE_TITLES`.
+        x: Name in `AXES`.
 
     Returns:
-        The figure, a row for each grid point; None if no round has the metric.
+        The figure, a panel for each grid point; None if no round has both.
     """
     import matplotlib
     from matplotlib.ticker import PercentFormatter
 
-    known = rounds[rounds[metric].notna()].copy()
+    table = rounds.assign(steps=rounds["steps"] / 1e3, kilobytes=_bytes_until(rounds) / 1e3)
+    known = table[table[metric].notna() & table[x].notna()]
     if known.empty:
         return None
-    known["steps"] /= 1e3
-    known["kilobytes"] = known.index.map(_bytes_until(rounds)) / 1e3
-    xs = [name for name in _AXES if name in known and known[name].notna().any()]
-    points, labels = list(dict.fromkeys(known["point"])), list(dict.fromkeys(known["label"]))
+    points, labels = list(dict.fromkeys(known["point"])), list(dict.fromkeys(rounds["label"]))
+    columns = min(3, len(points))
     with matplotlib.rc_context(_STYLE):
-        figure, axes = _new(len(xs), len(points), PAGE_MM, 52)
-        for row, point in enumerate(points):
-            for column, x in enumerate(xs):
-                ax = axes[row, column]
-                for at, label in enumerate(labels):
-                    of = known[(known["point"] == point) & (known["label"] == label)]
-                    by_round = of.groupby("round")[[x, metric]].agg(["mean", "min", "max"])
-                    look: Any = {"color": f"C{at % 10}", "linestyle": ("-", "--", ":")[at // 10 % 3]}
-                    marker = "." if len(by_round) == 1 else ""
-                    ax.plot(by_round[x]["mean"], by_round[metric]["mean"], label=label, marker=marker, **look)
-                    band = by_round[metric]
-                    ax.fill_between(
-                        by_round[x]["mean"], band["min"], band["max"], alpha=0.15, linewidth=0, color=look["color"]
-                    )
-                ax.set_xlabel(_AXES[x])
-                if x == "kilobytes":
-                    ax.set_xscale("log")
-                ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-                if column == 0:
-                    ax.set_title(point or CURVE_TITLES[metric], loc="left")
-                _tidy(ax)
-        handles, names = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+        width = COLUMN_MM if columns == 1 else PAGE_MM
+        figure, axes = _new(columns, math.ceil(len(points) / columns), width, 60)
+        for ax, point in zip(axes.flat, points, strict=False):
+            for at, label in enumerate(labels):
+                of = known[(known["point"] == point) & (known["label"] == label)]
+                if of.empty:
+                    continue
+                by_round = of.groupby("round")[[x, metric]].agg(["mean", "min", "max"])
+                look: Any = {"color": f"C{at % 10}", "linestyle": ("-", "--", ":", "-.")[at // 10 % 4]}
+                marker = "." if len(by_round) == 1 else ""
+                ax.plot(by_round[x]["mean"], by_round[metric]["mean"], label=label, marker=marker, **look)
+                band, color = by_round[metric], look["color"]
+                ax.fill_between(by_round[x]["mean"], band["min"], band["max"], alpha=0.12, linewidth=0, color=color)
+            ax.set_title(point, loc="left")
+            ax.set_xlabel(AXES[x])
+            if x == "kilobytes":
+                _use_log_scale(ax)
+            ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+            _tidy(ax)
+        for ax in axes[:, 0]:
+            ax.set_ylabel(CURVE_TITLES[metric])
+        for ax in axes.flat[len(points) :]:
+            ax.remove()
+        drawn = {name: handle for ax in axes.flat for handle, name in zip(*ax.get_legend_handles_labels(), strict=True)}
+        figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=2 + columns, frameon=False)
     return figure
+
+
+def _use_log_scale(ax: Axes) -> None:
+    """Sets a logarithmic x axis whose ticks are plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=6))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda kilobytes, _: f"{kilobytes:,.10g}"))
+    ax.xaxis.set_minor_formatter(NullFormatter())
 
 
 CURVE_TITLES: Mapping[str, str] = {
     "global": "accuracy of the global model",
-    "accuracy": "accuracy of the devices' models on all classes",
-    "c_spec": "accuracy of the devices' models on their own classes (C-Spec)",
+    "trained": "accuracy of device models",
+    "c_spec": "accuracy on own classes (C-Spec)",
 }
 """Metrics with a value after each round that are drawn, and their titles."""
 
@@ -205,6 +217,7 @@ def draw_partitions(partitions: pandas.DataFrame, max_devices: int = 50) -> Figu
         max_devices: Number of devices to draw; the first ones.
     """
     import matplotlib
+    from matplotlib.ticker import MaxNLocator
 
     points = list(dict.fromkeys(partitions["point"]))
     with matplotlib.rc_context(_STYLE):
@@ -218,5 +231,7 @@ def draw_partitions(partitions: pandas.DataFrame, max_devices: int = 50) -> Figu
             ax.set_title(f"{point}, seed {first['seed'].iloc[0]}".removeprefix(", "), loc="left")
             ax.set_xlabel("class")
             ax.set_ylabel("device")
+            for axis in (ax.xaxis, ax.yaxis):
+                axis.set_major_locator(MaxNLocator(integer=True))
             figure.colorbar(image, ax=ax, label="rows")
     return figure

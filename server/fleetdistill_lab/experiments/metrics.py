@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from fleetdistill_lab.simulation.report.metrics import rounds_to
+from fleetdistill_lab.simulation.report.metrics import rounds_to, summarize
 
 __all__ = ["CURVES", "METRICS", "Metric", "Report", "Target", "curve_of", "read_metrics"]
 
@@ -28,7 +28,7 @@ class Target(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    metric: Literal["global", "accuracy", "c_gen", "c_spec", "c_per"] = "global"
+    metric: Literal["global", "trained", "c_gen", "c_spec", "c_per"] = "global"
     level: float
 
 
@@ -73,10 +73,10 @@ def _figures_curve(name: str) -> Callable[[Report], list[float | None]]:
 
 CURVES: Mapping[str, Callable[[Report], list[float | None]]] = {
     "global": lambda report: report["global_accuracy_by_round"],
-    "accuracy": _device_curve,
+    "trained": _device_curve,
     **{name: _figures_curve(name) for name in ("c_gen", "c_spec", "c_per")},
 }
-"""Metrics with a value after each round: of the global model, and of the device models, by name."""
+"""Metrics with a value after each round: of the global model, and of the device models after local training."""
 
 
 def _first(name: str) -> Callable[[Report, Target | None], float | None]:
@@ -109,8 +109,12 @@ def _own_trained(report: Report, target: Target | None) -> float | None:
     return rate
 
 
-def _summary(curve: str, name: str) -> Callable[[Report, Target | None], float | None]:
-    return lambda report, target: report["summaries"][curve][name]
+def _global(name: str) -> Callable[[Report, Target | None], float | None]:
+    def read(report: Report, target: Target | None) -> float | None:
+        value: float | None = getattr(summarize(report["global_accuracy_by_round"]), name)
+        return value
+
+    return read
 
 
 def _fairness(name: str) -> Callable[[Report, Target | None], float | None]:
@@ -151,13 +155,13 @@ def _to_target(
 
 
 METRICS: Mapping[str, Metric] = {
-    "accuracy": Metric("Accuracy of the devices' models on all classes", _field("mean_accuracy_fleet")),
-    "own_accuracy": Metric("Accuracy of the devices' (personal) models on their own classes", _own_accuracy),
-    "trained": Metric("Accuracy after local training, on all classes", _field("mean_accuracy_trained")),
-    "own_trained": Metric("Accuracy after local training (or of personal models), on own classes", _own_trained),
-    "global": Metric("Accuracy of the global model", _score("accuracy", "global")),
-    "global_best": Metric("Accuracy of the global model, best round", _summary("global", "best")),
-    "global_late": Metric("Accuracy of the global model, mean of the last 10 rounds", _summary("global", "last_mean")),
+    "accuracy": Metric("Accuracy on all classes, model at the end", _field("mean_accuracy_fleet")),
+    "own_accuracy": Metric("Accuracy on own classes, (personal) model at the end", _own_accuracy),
+    "trained": Metric("Accuracy on all classes, after local training", _field("mean_accuracy_trained")),
+    "own_trained": Metric("Accuracy on own classes, after local training (or personal model)", _own_trained),
+    "global": Metric("Accuracy of the global model", _global("final")),
+    "global_best": Metric("Accuracy of the global model, best round", _global("best")),
+    "global_late": Metric("Accuracy of the global model, mean of the last 10 rounds", _global("last_mean")),
     "c_gen": Metric("C-Gen", _score("accuracy", "c_gen")),
     "c_spec": Metric("C-Spec", _score("accuracy", "c_spec")),
     "c_per": Metric("C-Per", _score("accuracy", "c_per")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -10,8 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleetdistill.methods import device_class
 from fleetdistill_lab.experiments.definition import Experiment
 from fleetdistill_lab.experiments.figures import (
+    AXES,
     CURVE_TITLES,
     draw_boxes,
     draw_curves,
@@ -21,7 +24,7 @@ from fleetdistill_lab.experiments.figures import (
 )
 from fleetdistill_lab.experiments.metrics import METRICS
 from fleetdistill_lab.experiments.results import FAILED, FINISHED, Results
-from fleetdistill_lab.experiments.summary import check_claim, lines_of, summarize
+from fleetdistill_lab.experiments.summary import check_claim, lines_of, significant_ratio, summarize
 from fleetdistill_lab.experiments.tables import (
     Table,
     claim_table,
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CONTROLS", "Written", "missing_controls", "write_report"]
 
+_MANY_SEEDS = 5
 CONTROLS: Mapping[str, str] = {
     "fedavg": "FedAvg, the weighted mean of the models",
     "no_transfer": "training alone",
@@ -74,6 +78,7 @@ class _Section:
     lines: Sequence[str] = ()
     tables: list[Table] = field(default_factory=list)
     figures: list[_Picture] = field(default_factory=list)
+    folded: bool = False
 
 
 def missing_controls(methods: Sequence[str]) -> list[str]:
@@ -122,6 +127,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
         _tuning_section(experiment, results),
         *_curve_sections(results, writer),
         *_fleet_sections(results, writer),
+        _methods_section(results),
         _runs_section(results, finished),
     ]
     text = Environment(loader=PackageLoader("fleetdistill_lab.experiments", "."), autoescape=True).get_template(
@@ -142,14 +148,13 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
         ),
         encoding="utf-8",
     )
-    return Written(page, short, warnings)
+    return Written(page, short, [*model_lines(experiment), *tuning_lines(experiment, results), *warnings])
 
 
 def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, int]) -> list[str]:
     methods = [entry.method or label for label, entry in experiment.methods.items()]
     result = [f"A control is missing: {CONTROLS[name]}." for name in missing_controls(methods)]
-    if len(experiment.seeds) < 3:
-        result.append(f"Only {counted(len(experiment.seeds), 'seed')}: no difference can be told from chance.")
+    result += _power_lines(experiment)
     if by_status.get("not run"):
         result.append(f"{counted(by_status['not run'], 'cell')} not run yet; means are over the finished seeds.")
     runs = results.runs()
@@ -163,6 +168,33 @@ def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, 
     return result
 
 
+def _power_lines(experiment: Experiment) -> list[str]:
+    """Returns a sentence about what few seeds cannot show."""
+    seeds, comparisons = len(experiment.seeds), len(experiment.points) * max(1, len(experiment.methods) - 1)
+    ratio = significant_ratio(seeds, comparisons)
+    if ratio is None:
+        return [f"Only {counted(seeds, 'seed')}: no difference can be told from chance."]
+    if seeds >= _MANY_SEEDS:
+        return []
+    how = f"{seeds} seeds, {counted(comparisons, 'comparison')} a table"
+    return [
+        f"{how}: only a mean of {ratio:.1f} times its standard deviation is significant; more seeds find smaller ones."
+    ]
+
+
+def model_lines(experiment: Experiment) -> list[str]:
+    """Returns which methods' devices have the global model at the end, which metrics of that model are about."""
+    shared = [
+        label for label, entry in experiment.methods.items() if device_class(entry.method or label).shares_fleet_model
+    ]
+    if not shared or len(shared) == len(experiment.methods):
+        return []
+    return [
+        f"The model that a device has at the end is the global one with {', '.join(shared)}. The metrics after local "
+        "training are about device models with all methods."
+    ]
+
+
 def _metric_sections(
     experiment: Experiment, results: Results, counts: Mapping[tuple[str, str], int], writer: _Writer
 ) -> tuple[list[_Section], list[Table]]:
@@ -172,10 +204,13 @@ def _metric_sections(
         "a two-sided paired t test, adjusted by Holm's method for all methods and grid points of the table. The best "
         "mean of a column is bold."
     ]
+    lines += model_lines(experiment)
+    note = " ".join([f"In percent where a figure is a rate. {lines[0]}", *model_lines(experiment)])
     tables, short = _Section("Results", lines), list[Table]()
     for metric in experiment.metrics:
-        summaries, printed = summarize(results.values(metric), reference, counts), experiment.printed.get(metric, {})
-        table = summary_table(metric, summaries, reference, printed)
+        summaries = summarize(results.values(metric), reference, counts, len(experiment.seeds))
+        printed = experiment.printed.get(metric, {})
+        table = summary_table(metric, summaries, reference, printed, note)
         short.append(short_table(metric, summaries, printed))
         tables.tables.append(writer.table(table, f"metric-{metric}", summaries))
     claims = _Section(
@@ -187,11 +222,11 @@ def _metric_sections(
         pairs = check_claim(claim, metric, results.values(metric))
         claims.tables.append(writer.table(claim_table(claim.text, metric, pairs), f"claim-{number}", pairs))
         short.append(claims.tables[-1])
-    models = _Section("All models", ["In %; differences are in accuracy on all classes, from the first model."])
+    models = _Section("All models", ["In %; differences are in accuracy on all classes, from the first row."])
     for point in experiment.points:
         rows = results.models(point)
         if rows:
-            drawn = lines_of(rows)
+            drawn = lines_of(rows, reference)
             name = f"models{'-' if point else ''}{_slug(point)}"
             over = "; ".join(devices_lines(drawn, results.devices(point)))
             title = ". ".join(text for text in (point or "All models", over) if text)
@@ -199,6 +234,15 @@ def _metric_sections(
             caption = f"Accuracy by bytes {point}".strip()
             models.figures.append(writer.figure(draw_lines(drawn, point), name, caption))
     return [tables, claims, models], short
+
+
+def tuning_lines(experiment: Experiment, results: Results) -> list[str]:
+    """Returns the chosen value of each method and grid point; empty without tuning."""
+    return [
+        f"{experiment.tune.setting} = {of[0][0]}: {', '.join(text for text in (label, point) if text)}"
+        for (label, point), of in results.tuned(experiment).items()
+        if experiment.tune is not None
+    ]
 
 
 def _tuning_section(experiment: Experiment, results: Results) -> _Section:
@@ -215,11 +259,12 @@ def _tuning_section(experiment: Experiment, results: Results) -> _Section:
 
 
 def _curve_sections(results: Results, writer: _Writer) -> list[_Section]:
-    section = _Section("Curves", ["Mean over seeds, and the range of the seeds."])
+    section = _Section("Curves", ["Mean over seeds, and their range; device models after local training."])
     rounds = results.table("rounds")
-    for metric in CURVE_TITLES:
-        if (figure := draw_curves(rounds, metric)) is not None:
-            section.figures.append(writer.figure(figure, f"curve-{metric}", CURVE_TITLES[metric]))
+    for metric, x in itertools.product(CURVE_TITLES, AXES):
+        if (figure := draw_curves(rounds, metric, x)) is not None:
+            title = f"{CURVE_TITLES[metric]} by {AXES[x]}"
+            section.figures.append(writer.figure(figure, f"curve-{metric}-{x}", f"{title[0].upper()}{title[1:]}"))
     return [section]
 
 
@@ -253,6 +298,18 @@ def _traffic_table(results: Results, traffic: Any) -> Table:
     return Table("From a device", ["", *kinds], rows)
 
 
+def _methods_section(results: Results) -> _Section:
+    """Returns what was trained: networks and all settings of each method, as of its first finished run."""
+    runs, devices = results.runs(), results.table("devices")
+    rows = []
+    for label in dict.fromkeys(devices["label"]):
+        of = devices[devices["label"] == label]
+        settings = runs[of["run"].iloc[0]].method_settings
+        shown = ", ".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
+        rows.append([label, ", ".join(dict.fromkeys(of["model"])), shown])
+    return _Section("Methods", [], [Table("Networks and settings", ["", "networks of the devices", "settings"], rows)])
+
+
 def _runs_section(results: Results, finished: Sequence[Any]) -> _Section:
     runs = results.runs()
     rows = [
@@ -262,13 +319,13 @@ def _runs_section(results: Results, finished: Sequence[Any]) -> _Section:
             str(cell.seed),
             runs[cell.run].settings["simulation"].get("partition", "dirichlet_by_class"),
             f"{runs[cell.run].seconds:.1f}",
-            runs[cell.run].versions.get("fleetdistill", ""),
+            ", ".join(f"{name} {runs[cell.run].versions.get(name, '')}" for name in ("fleetdistill", "torch")),
             f"runs/{cell.run}/simulation.toml",
         ]
         for cell in finished
     ]
-    header = ["method", "grid point", "seed", "partition", "seconds", "version", "repeat with fleetdistill simulate"]
-    return _Section("Runs", [], [Table("Finished runs", header, rows)])
+    header = ["method", "grid point", "seed", "partition", "seconds", "versions", "repeat with fleetdistill simulate"]
+    return _Section("Runs", [], [Table("Finished runs", header, rows)], folded=True)
 
 
 def _slug(text: str) -> str:

@@ -48,6 +48,7 @@ _TABLES: Mapping[str, tuple[dict[str, type], tuple[str, ...]]] = {
             "partition": str,
             "partition_parameters": str,
             "settings": str,
+            "method_settings": str,
             "versions": str,
         },
         ("run",),
@@ -107,6 +108,7 @@ class Run:
         error: Why it failed; empty otherwise.
         seconds: Duration.
         settings: Settings as a file for `fleetdistill simulate` has them.
+        method_settings: All settings of the method, the defaults included.
         versions: Versions of the packages by name.
     """
 
@@ -115,6 +117,7 @@ class Run:
     error: str
     seconds: float
     settings: Mapping[str, Any]
+    method_settings: Mapping[str, Any]
     versions: Mapping[str, str]
 
 
@@ -256,6 +259,7 @@ class Results:
                 row["error"],
                 row["seconds"],
                 json.loads(row["settings"]),
+                json.loads(row["method_settings"]),
                 json.loads(row["versions"]),
             )
             for row in self.database["runs"].rows
@@ -375,6 +379,7 @@ def _run_row(cell: Cell, status: str, error: str, seconds: float, report: Report
         "partition": cell.simulation.partition,
         "partition_parameters": json.dumps(report.get("partition_parameters", {})),
         "settings": json.dumps(cell.sections, default=str),
+        "method_settings": json.dumps(report.get("settings", {})),
         "versions": json.dumps({"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}),
     }
 

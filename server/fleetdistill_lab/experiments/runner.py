@@ -126,7 +126,8 @@ def run_experiment(
     with lock, closing(Results(out)) as results:
         run = _Run(experiment, results, workers, overwrite, data_dir, lock.fileno(), on_progress)
         try:
-            run.cells([cell for _, cell in tried])
+            if tried:
+                run.cells([cell for _, cell in tried])
             cells = experiment.cells(results.tune(experiment, tried))
             results.begin(experiment, cells, definition)
             run.cells(cells)
@@ -157,6 +158,7 @@ class _Run:
         for run in finished:  # read again, because the target or the metrics may have changed
             self._store(unique[run])
         pending = [cell for cell in cells if cell is unique[cell.run] and cell.run not in finished]
+        self.on_progress(Progress(len(unique), len(finished), 0, None))
         self._run_all(pending, len(finished))
 
     def _run_all(self, pending: Sequence[Cell], finished: int) -> None:

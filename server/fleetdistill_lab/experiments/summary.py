@@ -10,7 +10,18 @@ from fleetdistill_lab.experiments.definition import Claim
 from fleetdistill_lab.experiments.metrics import METRICS
 from fleetdistill_lab.experiments.results import ModelRow
 
-__all__ = ["Line", "Pair", "Summary", "Values", "check_claim", "holm", "lines_of", "paired_p", "summarize"]
+__all__ = [
+    "Line",
+    "Pair",
+    "Summary",
+    "Values",
+    "check_claim",
+    "holm",
+    "lines_of",
+    "paired_p",
+    "significant_ratio",
+    "summarize",
+]
 
 Values = Mapping[str, Mapping[str, Mapping[int, float]]]
 """A metric by grid point, label and seed."""
@@ -88,12 +99,17 @@ class Line:
     p: float | None = None
 
 
-def lines_of(rows: Sequence[ModelRow]) -> list[Line]:
-    """Returns a line for each model, in order of appearance.
+def lines_of(rows: Sequence[ModelRow], reference: str = "") -> list[Line]:
+    """Returns a line for each model, in order of appearance, the models of the reference first.
 
-    Differences are from the first model of the first method, over the seeds that have both.
+    Differences are from the first model of the reference, over the seeds that have both.
+
+    Args:
+        rows: The models of all runs.
+        reference: Label of a method; by default the first one.
     """
     keys = list(dict.fromkeys((row.label, row.model) for row in rows))
+    keys.sort(key=lambda key: key[0] != reference)
     by_key = {key: {row.seed: row for row in rows if (row.label, row.model) == key} for key in keys}
     accuracies = {
         key: {seed: row.accuracy for seed, row in of.items() if row.accuracy is not None} for key, of in by_key.items()
@@ -136,6 +152,7 @@ class Summary:
         point: The grid point.
         seeds: Number of seeds that have the figure.
         missing: Number of finished seeds without the figure, such as runs that did not reach the target.
+        wanted: Number of seeds of the experiment.
         mean, spread: Mean and standard deviation; None without a seed, or with one.
         difference, difference_spread: The same of the paired difference from the reference; None for the reference.
         p: Two-sided p value of a paired t test of the difference, by Holm's method for all methods and grid points of
@@ -146,6 +163,7 @@ class Summary:
     point: str
     seeds: int
     missing: int
+    wanted: int
     mean: float | None
     spread: float | None
     difference: float | None
@@ -153,32 +171,49 @@ class Summary:
     p: float | None
 
 
-def summarize(values: Values, reference: str, finished: Mapping[tuple[str, str], int]) -> list[Summary]:
+def summarize(values: Values, reference: str, finished: Mapping[tuple[str, str], int], wanted: int) -> list[Summary]:
     """Returns the summaries of one metric, points outermost.
 
-    A mean is over all seeds or does not exist: where a seed has no figure, such as a target that it did not reach, the
-    mean of the others would be too good.
+    A mean is over all finished seeds or does not exist: where a seed has no figure, such as a target that it did not
+    reach, the mean of the others would be too good. So is a difference.
 
     Args:
         values: The metric.
         reference: Label from which differences are.
         finished: Number of finished runs by point and label.
+        wanted: Number of seeds of the experiment.
     """
     keys = [(point, label) for point, of in values.items() for label in of]
+    lacks = {key: finished.get(key, 0) - len(values[key[0]][key[1]]) for key in keys}
     differences = {
-        (point, label): [] if label == reference else paired(values[point][label], values[point].get(reference, {}))
+        (point, label): []
+        if label == reference or lacks[point, label] or lacks.get((point, reference))
+        else paired(values[point][label], values[point].get(reference, {}))
         for point, label in keys
     }
     p_values = holm([paired_p(differences[key]) for key in keys])
     result = []
     for (point, label), p in zip(keys, p_values, strict=True):
         known = list(values[point][label].values())
-        missing = finished.get((point, label), 0) - len(known)
+        missing = lacks[point, label]
         mean, spread = mean_and_spread(known) if not missing else (None, None)
-        result.append(
-            Summary(label, point, len(known), missing, mean, spread, *mean_and_spread(differences[point, label]), p)
-        )
+        difference = mean_and_spread(differences[point, label])
+        result.append(Summary(label, point, len(known), missing, wanted, mean, spread, *difference, p))
     return result
+
+
+def significant_ratio(seeds: int, comparisons: int) -> float | None:
+    """Returns how many times its spread a mean difference must be to be significant at 5 %, by Holm's first step.
+
+    Args:
+        seeds: Number of pairs; None is returned for fewer than two.
+        comparisons: Number of comparisons, at least 1.
+    """
+    if seeds < 2:
+        return None
+    from scipy import stats
+
+    return float(stats.t.ppf(1 - LEVEL / 2 / comparisons, seeds - 1) / seeds**0.5)
 
 
 @dataclass(frozen=True)

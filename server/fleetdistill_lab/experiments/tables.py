@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -40,12 +41,14 @@ class Table:
         header: Titles of the columns; the first column has names.
         rows: Texts of the cells.
         strong: Rows and columns of the cells to emphasize: the best mean of a column.
+        note: What its figures are, for the caption of a table that stands alone.
     """
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     strong: frozenset[tuple[int, int]] = frozenset()
+    note: str = ""
 
 
 def format_value(value: float | None, spread: float | None, unit: str, sign: str = "") -> str:
@@ -89,7 +92,7 @@ def short_table(metric: str, summaries: Sequence[Summary], printed: Mapping[str,
         row = [label]
         for point in points:
             one, value = by_key[label, point], printed.get(label, {}).get(point)
-            star = "*" if one.p is not None and one.p <= LEVEL else ""
+            star = "*" if one.p is not None and one.p <= LEVEL and METRICS[metric].unit == "percent" else ""
             source = "" if value is None else f" (source: {value:g})"
             row.append(f"{_mean_text(one, metric)}{star}{source}")
         rows.append(row)
@@ -97,7 +100,11 @@ def short_table(metric: str, summaries: Sequence[Summary], printed: Mapping[str,
 
 
 def summary_table(
-    metric: str, summaries: Sequence[Summary], reference: str, printed: Mapping[str, Mapping[str, float]]
+    metric: str,
+    summaries: Sequence[Summary],
+    reference: str,
+    printed: Mapping[str, Mapping[str, float]],
+    note: str = "",
 ) -> Table:
     """Returns the table of one metric: a row for each method, and for each grid point its mean and difference.
 
@@ -106,6 +113,7 @@ def summary_table(
         summaries: Its summaries.
         reference: Label from which differences are.
         printed: Values that the source prints, by label and point; shown as they are.
+        note: Note of the table.
     """
     unit, better = METRICS[metric].unit, METRICS[metric].higher_is_better
     points = list(dict.fromkeys(one.point for one in summaries))
@@ -116,7 +124,8 @@ def summary_table(
     header = [""]
     strong = set[tuple[int, int]]()
     for point in points:
-        means = {label: mean for label in labels if (mean := by_key[label, point].mean) is not None}
+        complete = [label for label in labels if by_key[label, point].seeds == by_key[label, point].wanted]
+        means = {label: mean for label in complete if (mean := by_key[label, point].mean) is not None}
         if means and len(labels) > 1:
             best = (max if better else min)(means, key=means.__getitem__)
             strong.add((labels.index(best), len(header)))
@@ -136,14 +145,15 @@ def summary_table(
                 value = printed.get(label, {}).get(point)
                 row.append("" if value is None else f"{value:g}")
         rows.append(row)
-    return Table(METRICS[metric].title, header, rows, frozenset(strong))
+    return Table(METRICS[metric].title, header, rows, frozenset(strong), note)
 
 
 def _mean_text(one: Summary, metric: str) -> str:
     if one.missing:
         text = "never" if METRICS[metric].needs_target else "none"
-        return f"{text} ({one.missing} of {one.missing + one.seeds})" if one.seeds else text
-    return format_value(one.mean, one.spread, METRICS[metric].unit) or "not run"
+        return f"{text} in {one.missing} of {one.missing + one.seeds}" if one.seeds else text
+    text = format_value(one.mean, one.spread, METRICS[metric].unit) or "not run"
+    return f"{text} ({one.seeds} of {one.wanted} seeds)" if 0 < one.seeds < one.wanted else text
 
 
 def claim_table(text: str, metric: str, pairs: Sequence[Pair]) -> Table:
@@ -221,17 +231,20 @@ def save_latex(table: Table, file: Path, label: str) -> None:
         for at, row in enumerate(table.rows)
     ]
     frame: Any = pandas.DataFrame(rows, columns=[_escape(name) for name in table.header])
-    text = frame.to_latex(
+    text: str = frame.to_latex(
         index=False,
         escape=False,
-        caption=_escape(table.title),
+        caption=_escape(". ".join(text for text in (table.title, table.note) if text)),
         label=label,
         column_format="l" + "r" * (len(table.header) - 1),
         position="t",
     )
+    if len(table.header) > _MAX_COLUMNS:  # as wide as the page
+        text = text.replace("{table}", "{table*}")
     file.write_text(text, encoding="utf-8")
 
 
+_MAX_COLUMNS = 5
 _LATEX = {
     "&": r"\&",
     "%": r"\%",
@@ -246,7 +259,8 @@ _LATEX = {
 
 
 def _escape(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in text)
+    escaped = "".join(_LATEX.get(character, character) for character in text)
+    return re.sub(r"(?<![\w$])[-+](?=\d)", r"$\g<0>$", escaped)
 
 
 def _strong(text: str, is_strong: bool) -> str:
