@@ -319,7 +319,7 @@ def test_page_stands_alone_and_says_what_is_missing(tmp_path: Path) -> None:
     for text in (
         "Tiny <grid>",
         "A control is missing: training alone.",
-        "2 seeds, 1 comparison a table",
+        "2 seeds and 1 comparison a table",
         "FedProx > FedAvg",
         "4 finished",
     ):
@@ -327,7 +327,7 @@ def test_page_stands_alone_and_says_what_is_missing(tmp_path: Path) -> None:
     tables = {file.name for file in (report / "tables").iterdir()}
     assert {"metric-accuracy.csv", "metric-accuracy.tex", "claim-1.csv", "models-alpha-0-5.tex"} <= tables
     drawn = {file.name for file in (report / "figures").iterdir()}
-    names = ("curve-global", "curve-accuracy", "devices-own_accuracy", "partitions", "models-alpha-0-5")
+    names = ("curve-global-round", "curve-trained-kilobytes", "devices-own_accuracy", "partitions", "models-alpha-0-5")
     assert {f"{name}.{suffix}" for name in names for suffix in ("pdf", "svg")} <= drawn
     again = call("report", str(tmp_path / "tiny.toml"), "--out", str(out))
     assert again.exit_code == 0

@@ -120,6 +120,8 @@ def draw_curves(rounds: pandas.DataFrame, metric: str, x: str) -> Figure | None:
     import matplotlib
     from matplotlib.ticker import PercentFormatter
 
+    if not rounds[metric].notna().any():
+        return None
     table = rounds.assign(steps=rounds["steps"] / 1e3, kilobytes=_bytes_until(rounds) / 1e3)
     known = table[table[metric].notna() & table[x].notna()]
     if known.empty:

@@ -51,6 +51,19 @@ def _built_in(model: str) -> Callable[..., nn.Module]:
     return lambda input_shape, classes: build_model(model, input_shape=input_shape, classes=classes)
 
 
+def scattering_linear(input_shape: Sequence[int], classes: int) -> SplitModel:
+    """Builds a linear layer above the fixed features of class statistics, for methods that describe features."""
+    import torch
+    from torch import nn
+
+    from fleetdistill.training.model import SplitModel
+
+    extractor = build_model("scattering", input_shape=input_shape)
+    size = extractor(torch.zeros(1, *input_shape)).flatten(1).shape[1]
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(size, classes))
+    return SplitModel({"scattering": extractor, "linear": linear}, cut="scattering")
+
+
 digits_cut_at_f1, m1_cut_at_f1, m2_cut_at_f1 = (
     _cut_at_f1(name) for name in ("fedd2s_digits", "fedd2s_m1", "fedd2s_m2")
 )

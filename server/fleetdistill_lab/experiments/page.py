@@ -176,10 +176,8 @@ def _power_lines(experiment: Experiment) -> list[str]:
         return [f"Only {counted(seeds, 'seed')}: no difference can be told from chance."]
     if seeds >= _MANY_SEEDS:
         return []
-    how = f"{seeds} seeds, {counted(comparisons, 'comparison')} a table"
-    return [
-        f"{how}: only a mean of {ratio:.1f} times its standard deviation is significant; more seeds find smaller ones."
-    ]
+    how = f"{seeds} seeds and {counted(comparisons, 'comparison')} a table"
+    return [f"{how}: a difference is significant only if its mean is {ratio:.1f} times its standard deviation."]
 
 
 def model_lines(experiment: Experiment) -> list[str]:

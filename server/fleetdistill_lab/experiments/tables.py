@@ -120,7 +120,7 @@ def summary_table(
     by_key = {(one.label, one.point): one for one in summaries}
     labels = list(dict.fromkeys(one.label for one in summaries))
     has_differences = len(labels) > 1 and unit != "bytes"
-    has_printed = bool(printed)
+    has_printed = any(point in of for of in printed.values() for point in points)
     header = [""]
     strong = set[tuple[int, int]]()
     for point in points:
