@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.state.file_lock import lock_file
 from fleetdistill_lab.experiments.changes import changed_definition, changed_results, changed_versions
-from fleetdistill_lab.experiments.definition import Experiment, MethodEntry, Tune
+from fleetdistill_lab.experiments.definition import Experiment, MethodEntry, Tune, read_experiment
 from fleetdistill_lab.experiments.metrics import Target
 from fleetdistill_lab.experiments.results import open_results
 from fleetdistill_lab.experiments.runner import Progress, run_experiment
@@ -332,6 +332,13 @@ def test_page_stands_alone_and_says_what_is_missing(tmp_path: Path) -> None:
     again = call("report", str(tmp_path / "tiny.toml"), "--out", str(out))
     assert again.exit_code == 0
     assert re.search(r"FedProx +\d", again.stdout)
+
+
+def test_packaged_experiments_are_listed_and_shown(tmp_path: Path) -> None:
+    assert "FedDKC, Tables 5 to 7" in call("list").stdout
+    shown = call("show", "one-exchange").stdout
+    (tmp_path / "mine.toml").write_text(shown)
+    assert next(iter(read_experiment(tmp_path / "mine.toml").methods)) == "class statistics"
 
 
 def test_compare_says_what_changed(done, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from fleetdistill_lab.experiments.definition import Claim
 from fleetdistill_lab.experiments.figures import draw_lines, save_figure
 from fleetdistill_lab.experiments.results import ModelRow
-from fleetdistill_lab.experiments.summary import check_claim, holm, lines_of, paired_p, summarize
+from fleetdistill_lab.experiments.summary import check_claim, holm, lines_of, paired_p, significant_ratio, summarize
 from fleetdistill_lab.experiments.tables import (
     claim_table,
     model_table,
@@ -156,6 +156,36 @@ def test_verdict_follows_the_direction_of_the_metric(metric: str, verdict: str) 
     (pair,) = check_claim(Claim(order=["a", "b"]), metric, values)
     assert pair.verdict == verdict
     assert pair.p == pytest.approx(0.0027, abs=5e-5)
+
+
+def test_few_seeds_need_large_differences() -> None:
+    """Quantiles of Student's t: 4.3027 with two degrees of freedom at 97.5 %, 2.7764 with four."""
+    assert significant_ratio(1, 1) is None
+    assert significant_ratio(3, 1) == pytest.approx(4.3027 / 3**0.5, rel=1e-4)
+    assert significant_ratio(5, 1) == pytest.approx(2.7764 / 5**0.5, rel=1e-4)
+    more = significant_ratio(3, 18)
+    assert more is not None
+    assert more == pytest.approx(10.9, abs=0.05)
+
+
+def test_partial_means_say_their_seeds_and_are_not_the_best() -> None:
+    values = {"": {"a": {0: 0.5, 1: 0.5, 2: 0.5}, "b": {0: 0.9}}}
+    table = summary_table("accuracy", summarize(values, "a", {("", "a"): 3, ("", "b"): 1}, 3), "a", {})
+    assert table.rows[1][1] == "90.0 (1 of 3 seeds)"
+    assert table.strong == {(0, 1)}
+
+
+def test_no_difference_from_a_reference_without_all_figures() -> None:
+    """Seeds that reached the target say nothing of a method beside those that did not."""
+    values = {"": {"a": {0: 3.0, 1: 4.0}, "b": {0: 2.0, 1: 2.0, 2: 3.0}}}
+    _, second = summarize(values, "a", {("", "a"): 3, ("", "b"): 3}, 3)
+    assert second.mean == pytest.approx(7 / 3)
+    assert (second.difference, second.p) == (None, None)
+
+
+def test_models_of_the_reference_come_first() -> None:
+    assert [line.name for line in lines_of(ROWS, "b")] == ["b devices", "b global", "a"]
+    assert lines_of(ROWS, "b")[2].difference == pytest.approx(-0.15)
 
 
 def test_table_shows_percent_and_points() -> None:
