@@ -63,7 +63,10 @@ def but_for_bytes(report: Mapping[str, Any]) -> Any:
     return stripped(report)
 
 
-BYTES = ("bytes", "bytes_by_round", "bytes_down", "bytes_up", "sent_down", "sent_up", "traffic")
+BYTES = (
+    *("bytes", "bytes_by_round", "bytes_down", "bytes_up", "sent_down", "sent_up", "traffic"),
+    *("tensor_bytes_up", "tensor_bytes_down", "envelope_bytes_up", "envelope_bytes_down", "refused_bytes_up"),
+)
 
 
 @pytest.fixture(scope="module")
