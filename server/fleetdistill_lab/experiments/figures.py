@@ -158,11 +158,13 @@ def draw_curves(rounds: pandas.DataFrame, metric: str, x: str) -> Figure | None:
 
 
 def _use_log_scale(ax: Axes) -> None:
-    """Sets a logarithmic x axis whose ticks are plain numbers."""
+    """Sets a logarithmic x axis, after all lines, whose ticks are plain numbers that do not overlap."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     ax.set_xscale("log")
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=6))
+    low, high = ax.get_xlim()
+    decades = math.log10(high / max(low, high * 1e-9))
+    ax.xaxis.set_major_locator(LogLocator(subs=(1,) if decades > 3 else (1, 3) if decades > 1 else (1, 2, 3, 5, 7)))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda kilobytes, _: f"{kilobytes:,.10g}"))
     ax.xaxis.set_minor_formatter(NullFormatter())
 

@@ -188,7 +188,7 @@ def model_lines(experiment: Experiment) -> list[str]:
     if not shared or len(shared) == len(experiment.methods):
         return []
     return [
-        f"The model that a device has at the end is the global one with {', '.join(shared)}. The metrics after local "
+        f"The model that a device has at the end is the global one with {'; '.join(shared)}. The metrics after local "
         "training are about device models with all methods."
     ]
 
