@@ -83,20 +83,22 @@ def draw(points: list[Point], file: Path) -> None:
     """Writes the picture: accuracies by bytes above, by `linked` below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
-    figure = Figure(figsize=(12, 13), dpi=130, layout="constrained")
+    figure = Figure(figsize=(12, 13), dpi=90, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2)
     for row, (x, title) in enumerate(
         (("nbytes", "bytes from and to a device"), ("linked", "rows that the audit links"))
     ):
         for column, (y, name) in enumerate(
-            (("accuracy", "accuracy on all classes"), ("own_accuracy", "on own classes"))
+            (("accuracy", "accuracy on all classes"), ("own_accuracy", "accuracy on own classes"))
         ):
             ax = axes[row, column]
             shown = [point for point in points if getattr(point, x) is not None]
             place(ax, [(getattr(point, x), getattr(point, y), point.label) for point in shown], log=x == "nbytes")
             ax.set_xlabel(title)
+            ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
             ax.set_ylabel(name)
             ax.spines[["top", "right"]].set_visible(False)
     figure.savefig(file)
