@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -22,6 +23,7 @@ from fleetdistill.state.file_lock import lock_file
 from fleetdistill_lab.experiments.changes import changed_definition, changed_results, changed_versions
 from fleetdistill_lab.experiments.definition import Experiment, MethodEntry, Tune, read_experiment
 from fleetdistill_lab.experiments.metrics import Target
+from fleetdistill_lab.experiments.page import write_report
 from fleetdistill_lab.experiments.results import open_results
 from fleetdistill_lab.experiments.runner import Progress, run_experiment
 from fleetdistill_lab.simulation.fleet import simulate
@@ -132,6 +134,41 @@ def test_changed_target_needs_no_new_run(done) -> None:
     finally:
         run_experiment(experiment(), folder, on_progress=seen.append)
     assert all(one.cell is None for one in seen)
+
+
+def test_run_without_its_report_is_repeated(done, tmp_path: Path) -> None:
+    """As after a kill while --overwrite repeats the runs: the database knows a run whose folder is gone."""
+    folder, _ = done
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    with open_results(tmp_path) as results:
+        run = results.cells()[0].run
+    shutil.rmtree(tmp_path / "runs" / run)
+    seen = list[Progress]()
+    run_experiment(experiment(), tmp_path, on_progress=seen.append)
+    assert [one.cell.run for one in seen if one.cell is not None] == [run]
+    assert figures(tmp_path) == figures(folder)
+
+
+def test_finished_run_keeps_the_versions_that_made_it(done, tmp_path: Path) -> None:
+    folder, _ = done
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    with sqlite3.connect(tmp_path / "results.sqlite") as database:
+        database.execute('UPDATE runs SET versions = \'{"torch": "1.0"}\'')
+    run_experiment(experiment(), tmp_path)
+    with open_results(folder) as now, open_results(tmp_path) as earlier:
+        assert {run.versions["torch"] for run in earlier.runs().values()} == {"1.0"}
+        assert any(sentence.startswith("torch was 1.0, is ") for sentence in changed_versions(earlier, now))
+
+
+def test_experiment_stopped_while_tuning_has_a_report(tmp_path: Path) -> None:
+    def stop(done: Progress) -> None:
+        raise KeyboardInterrupt
+
+    tuned = experiment(seeds=[0], tune=Tune(setting="method.learning_rate", values=[0.01, 0.1]))
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(tuned, tmp_path, on_progress=stop)
+    with open_results(tmp_path) as results:
+        assert "3 cells not run yet" in " ".join(write_report(tuned, results, tmp_path / "report").warnings)
 
 
 def test_parquet_files_equal_the_database(done) -> None:

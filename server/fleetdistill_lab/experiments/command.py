@@ -225,9 +225,10 @@ def run(
     folder = _folder(out, experiment)
     try:
         _run(experiment, folder, path.read_text(encoding="utf-8"), workers, overwrite, data_dir, "experiment")
-    finally:
-        if (folder / "results.sqlite").exists():
-            _write_report(experiment, folder)
+    except (RunError, typer.Exit):  # some runs failed, or Ctrl-C: the others are worth a report
+        _write_report(experiment, folder)
+        raise
+    _write_report(experiment, folder)
 
 
 @experiment_app.command("list")

@@ -39,7 +39,7 @@ class Metric:
     Attributes:
         title: What a table says.
         read: Returns the figure of a report, None if the run has none.
-        unit: `percent` for a rate in [0, 1], `points` ..., see `tables.show`.
+        unit: `percent` for a rate in [0, 1], else what the figure counts.
         higher_is_better: Whether a larger figure is better.
         needs_target: Whether the figure is about the experiment's target.
     """

@@ -1,7 +1,7 @@
 """The results of an experiment: one SQLite file, and the same tables as Parquet files.
 
-Docs: docs/reference/experiments.md describes the tables. A run is added in one transaction, so that a killed experiment
-has whole runs only.
+docs/how-to/run-experiments.md describes the tables. A run is added in one transaction, so that a killed experiment has
+whole runs only.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class Results:
         """
         tables = {
             "runs": [_run_row(cell, FINISHED, "", report["seconds"], report)],
-            "metrics": [{"metric": name, "value": value} for name, value in read_metrics(report, target).items()],
+            "metrics": _metric_rows(cell.run, report, target),
             "models": [_model_row(report, row) for row in report["comparison"]],
             "rounds": list(_round_rows(report, seconds)),
             "devices": [_device_row(device) for device in report["devices"]],
@@ -297,6 +297,15 @@ class Results:
             self._delete(cell.run)
             for name, rows in tables.items():
                 self.database.table(name).insert_all({"run": cell.run, **row} for row in rows)
+
+    def measure(self, run: str, report: Report, target: Target | None) -> None:
+        """Reads the metrics of a finished run again, because the target or the metrics may have changed.
+
+        Everything else stays as it was when the run ended, such as the versions of the packages.
+        """
+        with self.database.conn:
+            self.database.table("metrics").delete_where("run = ?", [run])
+            self.database.table("metrics").insert_all(_metric_rows(run, report, target))
 
     def _delete(self, run: str) -> None:
         for name in _TABLES:
@@ -341,19 +350,16 @@ class Results:
         text = f"SELECT label, point, cells.seed, {name}.* FROM cells JOIN {name} USING (run) ORDER BY cells.rowid"
         return pandas.read_sql_query(text, self.database.conn)
 
-    def save_parquet(self) -> list[Path]:
-        """Writes each table to a Parquet file and returns the files."""
+    def save_parquet(self) -> None:
+        """Writes each table to a Parquet file."""
         import pandas
 
-        result = []
         (self.folder / "parquet").mkdir(exist_ok=True)
         for name in _TABLES:
             file = self.folder / "parquet" / f"{name}.parquet"
             new = file.with_suffix(".new")
             pandas.read_sql_query(f"SELECT * FROM {name}", self.database.conn).to_parquet(new, index=False)
             new.replace(file)
-            result.append(file)
-        return result
 
 
 def open_results(folder: Path) -> closing[Results]:
@@ -382,6 +388,10 @@ def _run_row(cell: Cell, status: str, error: str, seconds: float, report: Report
         "method_settings": json.dumps(report.get("settings", {})),
         "versions": json.dumps({"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}),
     }
+
+
+def _metric_rows(run: str, report: Report, target: Target | None) -> list[dict[str, Any]]:
+    return [{"run": run, "metric": name, "value": value} for name, value in read_metrics(report, target).items()]
 
 
 def _model_row(report: Report, row: Mapping[str, Any]) -> dict[str, Any]:

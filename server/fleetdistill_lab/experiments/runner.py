@@ -118,7 +118,7 @@ def run_experiment(
     if workers < 1:
         raise ConfigurationError(f"workers is {workers}, must be at least 1")
     tried = experiment.tuning_cells()
-    experiment.cells()  # checks all settings
+    cells = experiment.cells()
     out.mkdir(parents=True, exist_ok=True)
     lock = lock_file(out / "lock")
     if lock is None:
@@ -126,10 +126,11 @@ def run_experiment(
     with lock, closing(Results(out)) as results:
         run = _Run(experiment, results, workers, overwrite, data_dir, lock.fileno(), on_progress)
         try:
+            results.begin(experiment, cells, definition)
             if tried:
                 run.cells([cell for _, cell in tried])
-            cells = experiment.cells(results.tune(experiment, tried))
-            results.begin(experiment, cells, definition)
+                cells = experiment.cells(results.tune(experiment, tried))
+                results.begin(experiment, cells, definition)
             run.cells(cells)
         finally:
             results.save_parquet()
@@ -151,12 +152,13 @@ class _Run:
     def cells(self, cells: Sequence[Cell]) -> None:
         """Runs what is missing of some cells."""
         unique = {cell.run: cell for cell in reversed(cells)}  # the first cell of each run
-        finished = set() if self.overwrite else self.results.finished() & unique.keys()
+        reports = {run: self.results.folder / "runs" / run / "report.json" for run in unique}
         if self.overwrite:
-            for run in unique:
-                shutil.rmtree(self.results.folder / "runs" / run, ignore_errors=True)
-        for run in finished:  # read again, because the target or the metrics may have changed
-            self._store(unique[run])
+            for report in reports.values():
+                shutil.rmtree(report.parent, ignore_errors=True)
+        finished = {run for run in self.results.finished() & unique.keys() if reports[run].exists()}
+        for run in finished:
+            self.results.measure(run, json.loads(reports[run].read_text()), self.experiment.target)
         pending = [cell for cell in cells if cell is unique[cell.run] and cell.run not in finished]
         self.on_progress(Progress(len(unique), len(finished), 0, None))
         self._run_all(pending, len(finished))

@@ -57,9 +57,9 @@ def format_value(value: float | None, spread: float | None, unit: str, sign: str
         return ""
     if unit == "bytes":
         return readable_bytes(round(value))
-    scale, digits = (100.0, 1) if unit == "percent" else (1.0, 1)
-    text = f"{scale * value:{sign}.{digits}f}"
-    return text if spread is None else f"{text} ± {scale * spread:.{digits}f}"
+    scale = 100.0 if unit == "percent" else 1.0
+    text = f"{scale * value:{sign}.1f}"
+    return text if spread is None else f"{text} ± {scale * spread:.1f}"
 
 
 def model_table(lines: Sequence[Line], title: str) -> Table:
