@@ -343,7 +343,7 @@ def _digest(simulation: Simulation) -> str:
 
 def packaged() -> dict[str, Path]:
     """Returns the files of the experiments that come with the package, by name."""
-    folder = Path(str(resources.files("fleetdistill_lab.experiments"))) / "papers"
+    folder = Path(str(resources.files("fleetdistill_lab.experiments"))) / "definitions"
     return {file.stem: file for file in sorted(folder.glob("*.toml"))}
 
 

@@ -18,9 +18,9 @@ from fleetdistill_lab.simulation.controls.fedavg import check_fedavg
 from fleetdistill_lab.simulation.controls.local_only import start_model
 from fleetdistill_lab.simulation.data.datasets import Dataset
 from fleetdistill_lab.simulation.data.hugging_face import is_hugging_face
-from fleetdistill_lab.simulation.data.local_tests import GLOBAL, LOCAL_CLIENT, LOCAL_SPLIT, TEST_PARTS
 from fleetdistill_lab.simulation.data.partition import check_partition_settings
 from fleetdistill_lab.simulation.data.split import Partition
+from fleetdistill_lab.simulation.data.test_parts import GLOBAL, LOCAL_CLIENT, LOCAL_SPLIT, TEST_PARTS
 from fleetdistill_lab.simulation.report.metrics import check_top_k
 from fleetdistill_lab.simulation.report.plots import check_figure
 from fleetdistill_lab.simulation.spec.device import DeviceSpec

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from fleetdistill.errors import DataError
 from fleetdistill_lab.simulation.data.datasets import Dataset
-from fleetdistill_lab.simulation.data.local_tests import LOCAL_TESTS, deal_tests, hold_out_test
 from fleetdistill_lab.simulation.data.partition import classes_window, dirichlet_by_class, iid
 from fleetdistill_lab.simulation.data.split import Ints, Partition
+from fleetdistill_lab.simulation.data.test_parts import LOCAL_TESTS, deal_tests, hold_out_test
 
 
 def data_of(train: Any, test: Any, classes: int = 4) -> Dataset:
