@@ -106,6 +106,7 @@ def _run(
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bars
 
+    from fleetdistill_lab.experiments.definition import join_names
     from fleetdistill_lab.experiments.runner import run_experiment
 
     console = Console(stderr=True)
@@ -128,8 +129,7 @@ def _run(
                 console.print(f"{done.finished} of {done.total} finished before", highlight=False)
             begun.append(True)
             return
-        parts = (done.cell.label, done.cell.point, f"seed {done.cell.simulation.seed}", done.cell.tried)
-        where = ", ".join(text for text in parts if text)
+        where = join_names(done.cell.label, done.cell.point, f"seed {done.cell.simulation.seed}", done.cell.tried)
         if done.error:
             failed.append(f"{where}: {done.error}")
         line = f"failed: {done.error}" if done.error else f"{done.seconds:.0f} s"

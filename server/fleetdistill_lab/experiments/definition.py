@@ -31,6 +31,7 @@ __all__ = [
     "Sections",
     "Tune",
     "find_experiment",
+    "join_names",
     "parse_seeds",
     "read_experiment",
 ]
@@ -327,6 +328,11 @@ class Experiment:
 
     def _methods(self) -> list[str]:
         return list(dict.fromkeys(entry.method or label for label, entry in self.methods.items()))
+
+
+def join_names(*names: str) -> str:
+    """Returns the names of a cell, such as its label and grid point, without empty ones."""
+    return ", ".join(name for name in names if name)
 
 
 def _of_section(settings: Mapping[str, Any], section: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill.methods import device_class
-from fleetdistill_lab.experiments.definition import Experiment
+from fleetdistill_lab.experiments.definition import Experiment, join_names
 from fleetdistill_lab.experiments.figures import (
     AXES,
     CURVE_TITLES,
@@ -125,7 +125,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
     sections = [
         *metrics,
         _tuning_section(experiment, results),
-        *_curve_sections(results, writer),
+        _curve_section(results, writer),
         *_fleet_sections(results, writer),
         _methods_section(results),
         _runs_section(results, finished),
@@ -160,7 +160,7 @@ def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, 
     runs = results.runs()
     for cell in results.cells():
         if cell.run in runs and runs[cell.run].status == FAILED:
-            where = ", ".join(text for text in (cell.label, cell.point, f"seed {cell.seed}") if text)
+            where = join_names(cell.label, cell.point, f"seed {cell.seed}")
             result.append(f"Failed: {where}: {runs[cell.run].error}")
     versions = {json.dumps(run.versions, sort_keys=True) for run in runs.values() if run.status == FINISHED}
     if len(versions) > 1:
@@ -237,7 +237,7 @@ def _metric_sections(
 def tuning_lines(experiment: Experiment, results: Results) -> list[str]:
     """Returns the chosen value of each method and grid point; empty without tuning."""
     return [
-        f"{experiment.tune.setting} = {of[0][0]}: {', '.join(text for text in (label, point) if text)}"
+        f"{experiment.tune.setting} = {of[0][0]}: {join_names(label, point)}"
         for (label, point), of in results.tuned(experiment).items()
         if experiment.tune is not None
     ]
@@ -256,14 +256,14 @@ def _tuning_section(experiment: Experiment, results: Results) -> _Section:
     return _Section("Tuned settings", [said], [Table(experiment.tune.setting, header, rows)])
 
 
-def _curve_sections(results: Results, writer: _Writer) -> list[_Section]:
+def _curve_section(results: Results, writer: _Writer) -> _Section:
     section = _Section("Curves", ["Mean over seeds, and their range; device models after local training."])
     rounds = results.table("rounds")
     for metric, x in itertools.product(CURVE_TITLES, AXES):
         if (figure := draw_curves(rounds, metric, x)) is not None:
             title = f"{CURVE_TITLES[metric]} by {AXES[x]}"
             section.figures.append(writer.figure(figure, f"curve-{metric}-{x}", f"{title[0].upper()}{title[1:]}"))
-    return [section]
+    return section
 
 
 def _fleet_sections(results: Results, writer: _Writer) -> list[_Section]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill_lab.experiments.changes import Change
+from fleetdistill_lab.experiments.definition import join_names
 from fleetdistill_lab.experiments.metrics import METRICS
 from fleetdistill_lab.experiments.results import ModelRow
 from fleetdistill_lab.experiments.summary import LEVEL, Line, Pair, Summary
@@ -177,7 +178,7 @@ def change_table(changes: Sequence[Change]) -> Table:
     """Returns a table of the metrics that differ between two experiments."""
     rows = [
         (
-            ", ".join(text for text in (change.label, change.point) if text),
+            join_names(change.label, change.point),
             change.metric,
             format_value(change.before, None, METRICS[change.metric].unit),
             format_value(change.after, None, METRICS[change.metric].unit),
