@@ -11,7 +11,8 @@
     │   ├── DamagedStateError    a file of the state directory is damaged
     │   └── NoRoomError          the state directory has no room
     ├── WireError                a message violates the protocol
-    │   └── PayloadTooLargeError a payload exceeds a size limit
+    │   ├── PayloadTooLargeError a payload exceeds a size limit
+    │   └── PeerError            what another device of a secure sum sent cannot be used
     ├── LinkError                the server is unavailable; retry later
     ├── RefusedError             the server refused a request
     ├── CannotAnswer             a device cannot answer an ask (handled by `Device`)
@@ -23,6 +24,7 @@
     │   ├── DamagedError         stored data are missing or corrupt
     │   ├── NoSpaceError         the server's disk is full
     │   └── StoreUnavailableError the server's database or object store cannot be reached
+    ├── SecureSumError           a secure sum cannot be unmasked
     ├── RunError                 a run cannot start or continue
     └── QuorumNotReached         too few devices answered a step
 
@@ -53,10 +55,12 @@ __all__ = [
     "NoSamplesError",
     "NoSpaceError",
     "PayloadTooLargeError",
+    "PeerError",
     "PrivacyBudgetError",
     "QuorumNotReached",
     "RefusedError",
     "RunError",
+    "SecureSumError",
     "StateError",
     "StoreError",
     "StoreUnavailableError",
@@ -154,6 +158,18 @@ class PayloadTooLargeError(WireError):
         self.limit_bytes = limit_bytes
 
 
+class PeerError(WireError):
+    """What another device of a secure sum sent, a key or a box, cannot be used.
+
+    Attributes:
+        index: Index of that device in the session.
+    """
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(message)
+        self.index = index
+
+
 class LinkError(FleetDistillError):
     """The server is unreachable, did not reply in time, or temporarily refuses requests. Retry later.
 
@@ -230,6 +246,10 @@ class NoSpaceError(StoreError):
 
 class StoreUnavailableError(StoreError):
     """The server's database or object store, on another machine, cannot be reached at present."""
+
+
+class SecureSumError(FleetDistillError):
+    """A secure sum cannot be unmasked: too few shares of a secret came back, or too many of them are wrong."""
 
 
 class RunError(FleetDistillError):

@@ -1,0 +1,1 @@
+"""Secure sums on the server: it unmasks the devices' sum and checks whether it can be one."""
