@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 import torch
 from audit.conftest import members_of, run_of
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributions import MultivariateNormal
 
 from fleetdistill.knowledge import (
     CUT,
@@ -25,7 +28,7 @@ from fleetdistill.models.discriminators import SharedHead
 from fleetdistill.training.model import logits_and_embedding
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill_lab.audit.audit import attack, max_mu, parts_sent
-from fleetdistill_lab.audit.knowledge import class_shares, features_of
+from fleetdistill_lab.audit.knowledge import PublicMoments, class_shares, features_of
 from fleetdistill_lab.audit.linkage import Scored, linkage
 from fleetdistill_lab.audit.public_set import PublicSet
 from fleetdistill_lab.audit.record import Attacker, Message, Rows
@@ -98,6 +101,35 @@ def test_means_of_two_rows_link_them(public: PublicSet) -> None:
     assert extractor is not None
     part = to_wire(moments_of(features_of(extractor, rows.inputs), rows.labels.numpy(), 2), 0)
     assert linked(public, attacker, [message({"statistics": part})], rows)["statistics", "means"] > 0.2  # chance .01
+
+
+def test_a_mean_is_weighed_with_and_without_a_row() -> None:
+    """Two classes of rows (±1, 0) and (0, ±1) around (0, 0) and (5, 0): sums of squares 2 in each feature.
+
+    The covariance within both is 4/6 in each feature and counts as two rows: (2 + 2 · 4/6) / (3 + 2) = 2/3 for a class.
+    With x = (1, 2), the mean (.3, 0) and five rows behind it: .3 / (2/3) - 5 / (2 · 5 · 2/3) = .45 - .75. Noise of 1/3
+    makes every variance 1: .3 - 5 / 10.
+    """
+    cross = np.array([[1.0, 0], [-1, 0], [0, 1], [0, -1]])
+    moments = PublicMoments(np.concatenate([cross, cross + np.array([5, 0])]), np.repeat([0, 1], 4))
+    assert moments.covariance(0) == pytest.approx(np.eye(2) * 2 / 3, rel=1e-5)
+    x, mean = np.array([[1.0, 2]]), np.array([0.3, 0])
+    assert moments.leaning(x, mean, 0, 5) == pytest.approx(-0.3, rel=1e-4)
+    assert moments.leaning(x, mean, 0, 5, 1 / 3) == pytest.approx(-0.2, rel=1e-4)
+
+
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 50), noise=st.sampled_from([0.0, 0.5]))
+def test_the_score_of_a_mean_is_its_log_likelihood_ratio(seed: int, count: int, noise: float) -> None:
+    generator = np.random.default_rng(seed)
+    moments = PublicMoments(generator.normal(size=(40, 3)) @ generator.normal(size=(3, 3)), np.arange(40) % 2)
+    row, mean = generator.normal(size=(2, 3))
+    usual = torch.tensor(moments.means[1])
+    covariance = torch.tensor((moments.covariance(1) + noise * np.eye(3)) / count)
+    without, among = (
+        MultivariateNormal(centre, covariance).log_prob(torch.tensor(mean)).item()
+        for centre in (usual, usual + (torch.tensor(row) - usual) / count)
+    )
+    assert moments.leaning(row[None], mean, 1, count, noise)[0] == pytest.approx(among - without, rel=1e-6, abs=1e-9)
 
 
 def test_sums_without_noise_link_rows_of_small_classes(public: PublicSet) -> None:

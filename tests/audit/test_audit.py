@@ -58,6 +58,14 @@ def test_predictions_cannot_be_asked_about_a_row() -> None:
     assert [row["attack"] for row in shown.lists["parts"]] == [None, None]
 
 
+def test_class_statistics_are_asked_by_means_and_directions() -> None:
+    result = audit(small("classstats"))
+    assert result.worst in result.parts["statistics"].values()
+    shown = [row["attack"] for row in view(result).lists["parts"] if row["part"] == "statistics"]
+    assert shown == ["means", "directions"]
+    assert result.parts["statistics"]["means"].auc > 0.5  # chance is 0.5
+
+
 def test_gradients_of_few_rows_are_called_invertible() -> None:
     result = audit(small("feddkd", "digits_linear", dkd_batch_size=4, dkd_steps=1))
     assert result.smallest_batch == 4

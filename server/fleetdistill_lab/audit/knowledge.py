@@ -18,13 +18,15 @@ from fleetdistill.knowledge import (
     SampleKnowledge,
     SharedStatistics,
 )
-from fleetdistill.methods.classstats_private.sums import unit_rows
+from fleetdistill.methods.classstats_private.sums import NoiseScale, unit_rows
 from fleetdistill.training.local_training import extract
 from fleetdistill_lab.audit.networks import first_step
 from fleetdistill_lab.audit.record import Attacker, Message, Part, Rows, Scores
 
-_SHRINKAGE = 0.05
-"""Weight of the diagonal in the attacker's covariance, as in the default of the class space."""
+_SHRINKAGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+"""Weights of the diagonal that the attacker chooses from for its covariance."""
+_RIDGE = 1e-6
+"""Part of the mean variance that is added to every variance, so that covariances are invertible."""
 _MIN_DEVIATION = 1e-3
 _TINY = 1e-12
 
@@ -113,7 +115,7 @@ def _unit(rows_nf: Array) -> Array:
 def by_statistics(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> dict[Part, Scores]:
     """Scores by class statistics, separately by their directions and by their means.
 
-    Rows lie in the span of the directions, and lean from the public mean of their class towards the sent one.
+    Rows lie in the span of the directions. A mean is likelier if the row is among those behind it.
     """
     scores: dict[Part, Scores] = {}
     for message in messages:
@@ -128,65 +130,110 @@ def _statistics_scores(
     name: str, part: SharedStatistics, known: nn.Module, attacker: Attacker, rows: Rows
 ) -> dict[Part, Scores]:
     assert part.means is not None
+    assert part.counts is not None
     own_nf, labels_n = features_of(known, rows.inputs), rows.labels.numpy()
-    public = _Public(features_of(known, attacker.public.inputs), attacker.public.labels.numpy())
+    public = PublicMoments(features_of(known, attacker.public.inputs), attacker.public.labels.numpy())
     scores = {"means": np.zeros(len(rows)), "directions": np.zeros(len(rows))}
     basis = _directions(part)
     for place, label in enumerate(part.labels):
         of_class = labels_n == label
         if of_class.any() and label in public.means:
             mean = part.means[place].astype(np.float64)
-            scores["means"][of_class] = public.leaning(own_nf[of_class], mean, label)
+            scores["means"][of_class] = public.leaning(own_nf[of_class], mean, label, float(part.counts[place]))
             if len(basis):
                 scores["directions"][of_class] = public.nearness(own_nf[of_class], mean, basis, label)
     return {(name, attack): found for attack, found in scores.items() if found.any()}
 
 
 def by_sums(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> dict[Part, Scores]:
-    """Scores by <u(x) - m, s / n - m>: how far a row leans from the public mean m of its class towards the sent one.
-
-    u(x) has length 1, as the rows of the sums have.
-    """
+    """Scores by the means that noisy class sums give, of rows of length 1 as those of the sums."""
     scores: dict[Part, Scores] = {}
     for message in messages:
         for name, part in message.sent.items():
             known = attacker.method.known_extractor(name, message.received) if isinstance(part, ClassSums) else None
             if isinstance(part, ClassSums) and known is not None:
                 own, public = (unit_rows(features_of(known, item.inputs)) for item in (rows, attacker.public))
-                scores[name, "sums"] = _leaning(part, own, rows.labels.numpy(), public, attacker.public.labels.numpy())
+                moments = PublicMoments(public, attacker.public.labels.numpy())
+                scores[name, "sums"] = _sums_scores(part, own, rows.labels.numpy(), moments)
     return scores
 
 
-def _leaning(part: ClassSums, own_nf: Array, labels_n: Array, public_mf: Array, public_m: Array) -> Scores:
-    scores = np.zeros(len(own_nf))
-    for label in np.unique(public_m):
-        of_class, usual = labels_n == label, public_mf[public_m == label].mean(axis=0)
-        sent = part.sums[label].astype(np.float64) / max(float(part.counts[label]), 1.0)
-        scores[of_class] = (own_nf[of_class] - usual) @ (sent - usual)
+def _sums_scores(part: ClassSums, own_nf: Array, labels_n: Array, public: PublicMoments) -> Scores:
+    scores, variance = np.zeros(len(own_nf)), NoiseScale.of(float(part.mu)).sums ** 2
+    for label in public.means:
+        of_class, count = labels_n == label, max(float(part.counts[label]), 1.0)
+        mean = part.sums[label].astype(np.float64) / count
+        scores[of_class] = public.leaning(own_nf[of_class], mean, label, count, variance / count)
     return scores
 
 
-class _Public:
-    """Moments of the attacker's rows."""
+class PublicMoments:
+    """Moments of the attacker's rows.
+
+    Attributes:
+        means: Mean of each class, `[F]` float64.
+        pooled: Covariance within all classes, `[F, F]`, shrunk towards its diagonal as much as makes one half of the
+            rows likeliest by the other half.
+    """
 
     def __init__(self, features_mf: Array, labels_m: Array) -> None:
+        """Computes the moments of at least two rows."""
         self.means = {int(item): features_mf[labels_m == item].mean(axis=0) for item in np.unique(labels_m)}
-        within = np.concatenate([features_mf[labels_m == label] - mean for label, mean in self.means.items()])
+        self._within = {label: features_mf[labels_m == label] - mean for label, mean in self.means.items()}
+        within = np.concatenate([*self._within.values()])
         covariance = within.T @ within / max(len(within) - len(self.means), 1)
-        diagonal = np.diag(np.diag(covariance) + _TINY)
-        self.inverse = np.linalg.pinv((1 - _SHRINKAGE) * covariance + _SHRINKAGE * diagonal, hermitian=True)
+        self.pooled = _shrunk(covariance, _best_shrinkage(within))
         self._axes = np.linalg.svd(within, full_matrices=False)[2]
 
-    def leaning(self, rows_nf: Array, mean_f: Array, label: int) -> Scores:
-        """Returns how far rows lean from the public mean of a class towards a sent one: the optimal linear score."""
-        usual = self.means[label]
-        return np.asarray((rows_nf - usual) @ self.inverse @ (mean_f - usual))
+    def leaning(self, rows_nf: Array, mean_f: Array, label: int, count: float, noise: float = 0.0) -> Scores:
+        """Returns the log-likelihood ratio of a sent class mean with and without each row among those behind it.
+
+        The mean of n rows is normal around the public mean m with variance (C + noise I) / n; with a row x among them,
+        around m + (x - m) / n. The ratio is <x - m, sent - m> - |x - m|² / 2n, both in the inverse of C + noise I.
+
+        Args:
+            rows_nf: Candidates, `[n, F]`.
+            mean_f: The sent mean, `[F]`.
+            label: Its class.
+            count: Number of rows behind it, at least 1.
+            noise: Variance of the noise in each number of the mean, times `count`.
+        """
+        away_nf = rows_nf - self.means[label]
+        white_nf = np.linalg.solve(self.covariance(label) + noise * np.eye(len(mean_f)), away_nf.T).T
+        return np.asarray(white_nf @ (mean_f - self.means[label]) - (white_nf * away_nf).sum(axis=1) / (2 * count))
+
+    def covariance(self, label: int) -> Array:
+        """Returns the covariance of a class, `[F, F]`, with `pooled` counted as F rows of the class."""
+        within = self._within[label]
+        size = within.shape[1]
+        return np.asarray((within.T @ within + size * self.pooled) / (len(within) - 1 + size))
 
     def nearness(self, rows_nf: Array, mean_f: Array, basis_qf: Array, label: int) -> Scores:
         """Returns minus the distance to the span of sent directions, relative to that of as many public ones."""
         axes = self._axes[: len(basis_qf)]
         outside, usually = _outside(rows_nf - mean_f, basis_qf), _outside(rows_nf - self.means[label], axes)
         return np.asarray(-outside / np.maximum(usually, _TINY))
+
+
+def _best_shrinkage(within_mf: Array) -> float:
+    """Returns the weight of the diagonal with which each half of the rows makes the other half likeliest."""
+    first, second = (half.T @ half / len(half) for half in (within_mf[::2], within_mf[1::2]))
+
+    def loss(share: float) -> float:
+        return _loss(_shrunk(first, share), second) + _loss(_shrunk(second, share), first)
+
+    return min(_SHRINKAGES, key=loss)
+
+
+def _loss(covariance: Array, observed: Array) -> float:
+    """Returns -2 / n times the log-likelihood of n centred rows by their covariance, without its constant."""
+    return float(np.linalg.slogdet(covariance)[1] + np.trace(np.linalg.solve(covariance, observed)))
+
+
+def _shrunk(covariance: Array, share: float) -> Array:
+    """Returns a covariance shrunk towards its diagonal, invertible."""
+    variances = np.diag(covariance)
+    return np.asarray((1 - share) * covariance + np.diag(share * variances + _RIDGE * variances.mean() + _TINY))
 
 
 def _directions(part: SharedStatistics) -> Array:
