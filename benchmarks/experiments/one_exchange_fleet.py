@@ -1,6 +1,6 @@
 """Fleets of devices on fixed features: data sets, features that are computed once, and accuracy of devices' answers.
 
-For `one_exchange.py`, `membership.py` and `own_network.py`. Letters: n rows, D numbers a row, C classes.
+For `one_exchange.py`, `membership.py`, `class_means.py` and `own_network.py`. n rows, D numbers a row, C classes.
 """
 
 from __future__ import annotations
