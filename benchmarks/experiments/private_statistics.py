@@ -29,7 +29,7 @@ from fleetdistill.knowledge import Array, ClassSpace
 from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space
 from fleetdistill.methods.classstats.class_variants import class_variants
 from fleetdistill.methods.classstats.shared_statistics import Moments, moments_of
-from fleetdistill.methods.classstats_private.config import MAX_WHITENED
+from fleetdistill.methods.classstats_private.config import ClassStatsPrivateConfig
 from fleetdistill.methods.classstats_private.merge import merge_private, strength
 from fleetdistill.methods.classstats_private.public_features import private_extractor
 from fleetdistill.methods.classstats_private.sums import NoiseScale, class_sums, on_grid, release_rounded, unit_rows
@@ -45,9 +45,9 @@ PASSES, DRAWN = 20, 2000
 _NO_NOISE = 1e6
 
 
-def features(images: torch.Tensor) -> Array:
-    """Returns the public features of images, `[n, 64]` float64."""
-    extractor = private_extractor("scattering", None, tuple(images.shape[1:]), MAX_WHITENED).eval()
+def features(images: torch.Tensor, dimensions: int = ClassStatsPrivateConfig.dimensions) -> Array:
+    """Returns the public features of images, `[n, dimensions]` float64."""
+    extractor = private_extractor("scattering", None, tuple(images.shape[1:]), dimensions).eval()
     with torch.no_grad():
         return torch.cat([extractor(batch) for batch in images.split(BATCH)]).double().numpy()
 

@@ -47,7 +47,8 @@ def test_a_run_of_classstats_has_no_guarantee():
         ({"epsilon": 1, "delta": 0.1}, r"delta must be .*, got 0.1"),
         ({"epsilon": 1, "sigma": 1}, r"\[method\] sigma: unknown setting.*epsilon, delta, exact"),
         ({"epsilon": 1, "min_samples": 5}, r"min_samples: method classstats_private does not support min_samples"),
-        ({"epsilon": 1, "dimensions": 128}, r"dimensions must be in \[8, 64\], got 128"),
+        ({"epsilon": 1, "dimensions": 7}, r"dimensions must be in \[8, 192\], got 7"),
+        ({"epsilon": 1, "dimensions": 193}, r"dimensions must be in \[8, 192\], got 193"),
     ],
 )
 def test_impossible_settings_are_refused_with_a_sentence(settings, says):

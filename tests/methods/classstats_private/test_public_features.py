@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from pathlib import Path
 
@@ -20,6 +21,13 @@ from fleetdistill.methods.classstats_private.public_features import (
     private_extractor,
 )
 from fleetdistill.training.onnx_export import onnx_bytes
+
+FIRST_64 = {
+    8: "b00d7ebd7f6b08860e08f1c6e4ecf93a0f2ddce1709090139b50c506276d4928",
+    14: "449ea84b1a940c7feb3a118d0fc77d4a4e1e73571e360e97184da8bb85cb76f0",
+    28: "4ddc99830ad0665b78e1212ce36da7ce309f19c6ffd7f428e91e5d3513a85dce",
+}
+"""SHA-256 of an image size's mean and first 64 directions; devices of all versions need the same ones."""
 
 
 def script():
@@ -51,6 +59,38 @@ def test_rows_of_zeros_stay_zero():
     assert torch.equal(rows, torch.zeros(2, 64))
 
 
+@pytest.mark.parametrize("side", SIDES)
+def test_the_first_64_of_192_directions_stay_as_they_were(side):
+    with np.load(CONSTANTS) as stored:
+        mean, directions = stored[f"mean_{side}"], stored[f"directions_{side}"]
+    assert directions.shape == (len(mean), MAX_WHITENED)
+    first = mean.tobytes() + np.ascontiguousarray(directions[:, :64]).tobytes()
+    assert hashlib.sha256(first).hexdigest() == FIRST_64[side]
+
+
+def test_the_script_adds_directions_and_changes_none():
+    made = {"mean_8": np.array([1.0, 2.0]), "directions_8": np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])}
+    stored = {"mean_8": np.array([1.5, 2.5]), "directions_8": np.array([[7.0], [8.0]])}
+    result = script().extended(made, stored)
+    assert result["mean_8"].tolist() == [1.5, 2.5]
+    assert result["directions_8"].tolist() == [[7, 2, 3], [8, 5, 6]]
+    assert all(np.array_equal(script().extended(made, {})[name], one) for name, one in made.items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("side", SIDES)
+def test_constants_whiten_shapes_that_they_were_not_made_from(side):
+    """2,000 images: correlations of white numbers have a standard deviation of 1 / sqrt(2,000) = 0.022."""
+    with torch.no_grad():
+        rows = WhitenedScattering((1, side, side), MAX_WHITENED)(script().dead_leaves(2000, side, seed=1))
+    values = rows.double().numpy()
+    assert values.mean(axis=0) == pytest.approx(np.zeros(MAX_WHITENED), abs=0.15)
+    assert values.var(axis=0) == pytest.approx(np.ones(MAX_WHITENED), abs=0.25)
+    beside = np.corrcoef(values.T)[np.triu_indices(MAX_WHITENED, 1)]
+    assert np.sqrt(np.square(beside).mean()) < 0.035
+    assert np.abs(beside).max() < 0.2
+
+
 @pytest.mark.long
 def test_constants_match_script_and_whiten_its_images():
     """For the smallest size; the largest takes seconds. float16 holds three digits."""
@@ -66,8 +106,9 @@ def test_constants_match_script_and_whiten_its_images():
 
 
 def test_fewer_dimensions_are_the_first_ones():
-    few, many = (WhitenedScattering((1, 8, 8), size)(images(4)) for size in (8, 64))
-    assert torch.allclose(few, many[:, :8], atol=1e-5)
+    few, usual, many = (WhitenedScattering((1, 8, 8), size)(images(4)) for size in (8, 64, 192))
+    assert torch.allclose(few, usual[:, :8], atol=1e-5)
+    assert torch.allclose(usual, many[:, :64], atol=1e-4)
 
 
 def test_colour_images_count_as_their_luminance():
@@ -77,10 +118,11 @@ def test_colour_images_count_as_their_luminance():
     assert torch.allclose(result, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("dimensions", [64, 192])
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 17, 17)])
-def test_a_device_without_pytorch_computes_the_same(shape):
+def test_a_device_without_pytorch_computes_the_same(shape, dimensions):
     onnxruntime = pytest.importorskip("onnxruntime")
-    extractor = private_extractor("scattering", None, shape, 64).eval()
+    extractor = private_extractor("scattering", None, shape, dimensions).eval()
     session = onnxruntime.InferenceSession(onnx_bytes(extractor, shape))
     inputs = images(3, shape[0], shape[1])
     (result,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
@@ -90,6 +132,11 @@ def test_a_device_without_pytorch_computes_the_same(shape):
 def test_the_runs_own_extractor_is_scaled_to_one_length():
     rows = private_extractor("model", nn.Linear(64, 32), (64,), 64)(torch.rand(5, 64))
     assert rows.norm(dim=1).detach() == pytest.approx(np.full(5, 32**0.5), rel=1e-5)
+
+
+def test_more_numbers_than_the_constants_have_are_refused():
+    with pytest.raises(ConfigurationError, match="dimensions of at most 192, got 1 channels and dimensions 193"):
+        private_extractor("scattering", None, (1, 8, 8), 193)
 
 
 @pytest.mark.parametrize(

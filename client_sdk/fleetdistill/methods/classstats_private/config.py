@@ -11,8 +11,8 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.classstats.config import SpaceConfig
 from fleetdistill.privacy.guarantee import Guarantee
 
-_MIN_DIMENSIONS = 8
-MAX_WHITENED = 64
+_MIN_DIMENSIONS, _USUAL_DIMENSIONS = 8, 64
+MAX_WHITENED = 192
 """Largest number of whitened features of the scattering."""
 MAX_OUTPUTS = 128
 """Largest number of outputs of the run's own extractor: the noise grows with it."""
@@ -23,7 +23,7 @@ class ClassStatsPrivateConfig(SpaceConfig):
     """Settings of private class statistics, in addition to those of classstats that apply.
 
     Attributes:
-        dimensions: F, numbers of a row with `features = "scattering"`, in [8, 64]. With `model` every output of the
+        dimensions: F, numbers of a row with `features = "scattering"`, in [8, 192]. With `model` every output of the
             extractor is used, at most 128.
         epsilon: Epsilon of the guarantee for one row, in [0.1, 20].
         delta: Delta of the guarantee, in (0, 0.01].
@@ -32,7 +32,7 @@ class ClassStatsPrivateConfig(SpaceConfig):
 
     examples: ClassVar[Mapping[str, Any]] = MappingProxyType({"epsilon": 3.0})
 
-    dimensions: int = MAX_WHITENED
+    dimensions: int = _USUAL_DIMENSIONS
     epsilon: float
     delta: float = 1e-5
     exact: bool = True
@@ -51,5 +51,5 @@ class ClassStatsPrivateConfig(SpaceConfig):
         return Guarantee(epsilon=self.epsilon, delta=self.delta, exact=self.exact)
 
     def dimensions_for(self, input_shape: tuple[int, ...], features: int) -> int:
-        """Returns F: all features, which are at most 128; `dimensions` has chosen those of the scattering."""
-        return min(MAX_OUTPUTS, features)
+        """Returns F: all features; `dimensions` has chosen those of the scattering."""
+        return features

@@ -1,7 +1,7 @@
 """Public features of private class statistics: rows of a fixed extractor, scaled to one length.
 
 With `features = "scattering"`, images are resized to one of three sizes; their wavelet features are projected as in
-classstats, then whitened to at most 64 numbers with constants made from synthetic shapes (`benchmarks/whitening.py`).
+classstats, then whitened to at most 192 numbers with constants made from synthetic shapes (`benchmarks/whitening.py`).
 With `features = "model"` the extractor is the run's, with at most 128 outputs.
 """
 
@@ -61,7 +61,7 @@ class WhitenedScattering(nn.Module):
 
         Args:
             input_shape: Channels, 1 or 3, height and width; height and width at least 8.
-            dimensions: Number of features, at most 64.
+            dimensions: Number of features, at most 192.
 
         Raises:
             ConfigurationError: The inputs are not grey or colour images, or `dimensions` is too large.
