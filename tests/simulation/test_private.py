@@ -43,7 +43,10 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
     result = math.sqrt(3) * 479 * discrete_mu_for(8, 1e-5)
     said = {"epsilon": 8.0, "delta": 1e-5, "exact": True, "sentence": SENTENCE}
     assert saved["privacy"] == {**said, "expected_strength": pytest.approx(result, abs=0.1)}
-    assert privacy_lines(report) == [f"Privacy of class statistics with noise: {SENTENCE}"]
+    assert privacy_lines(report) == [
+        f"Privacy of class statistics with noise: {SENTENCE}",
+        f"the strength of the fleet's statistics is {result:,.0f}: dimensions = 192 is usually more accurate than 32",
+    ]
     assert f"Privacy of class statistics with noise: {SENTENCE}" in exchange_lines(report, tmp_path)
     assert report_title(report).endswith(f"\nPrivacy of class statistics with noise: {SENTENCE}")
     assert report.privacy is not None

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from methods.classstats.class_statistics_fleet import CPU, SHAPE
 
 from fleetdistill.errors import ConfigurationError, RunError
@@ -21,7 +23,14 @@ from fleetdistill.methods.base import Answer, Local
 from fleetdistill.methods.classstats.class_space import coordinates, logits
 from fleetdistill.methods.classstats_private.config import ClassStatsPrivateConfig
 from fleetdistill.methods.classstats_private.device import ClassStatsPrivateDevice
-from fleetdistill.methods.classstats_private.merge import precisions, rows_needed, strength, too_few_rows
+from fleetdistill.methods.classstats_private.merge import (
+    other_dimensions,
+    precisions,
+    recommended_dimensions,
+    rows_needed,
+    strength,
+    too_few_rows,
+)
 from fleetdistill.methods.classstats_private.sums import class_sums, release_rounded, to_wire, unit_rows
 from fleetdistill.models import build_model
 from fleetdistill.privacy.accountant import mu_for
@@ -94,7 +103,7 @@ def test_the_fleet_gets_a_space_in_which_its_classes_are_apart():
     (space,) = fleet["a"].spaces
     assert accuracy(space) > 0.95
     assert cohort.figures["strength"] == pytest.approx(math.sqrt(5) * 400 * MU, rel=0.1)
-    assert cohort.kinds == []
+    assert cohort.kinds == ["other-dimensions"]
 
 
 MODELS = [
@@ -124,7 +133,8 @@ def test_device_halves_take_part_with_noise_of_their_own(models):
 def test_device_with_smaller_epsilon_counts_less_and_is_named():
     fleet = members("abcd") | {"e": Member([100] * CLASSES, seed=5, mu=MU / 4)}
     (cohort,) = play(make_server(), fleet)
-    assert [(event.kind, event.device) for event in cohort.events] == [("more-noise", "e")]
+    events = [(event.kind, event.device) for event in cohort.events]
+    assert events == [("more-noise", "e"), ("other-dimensions", "")]
 
 
 def test_device_with_far_more_noise_does_not_spoil_merge():
@@ -182,6 +192,52 @@ def test_a_run_with_much_noise_goes_on_with_an_event():
     assert cohort.kinds == ["much-noise"]
 
 
+# --- the number of features
+
+
+@pytest.mark.parametrize(
+    ("rows", "devices", "mu", "expected"),
+    [
+        (0, 1, 0.25, 64),
+        (349, 4, 0.5, 64),  # R = 2 * 349 * 0.5 = 349
+        (350, 4, 0.5, 128),  # R = 350
+        (999, 16, 0.25, 128),  # R = 4 * 999 * 0.25 = 999
+        (600, 100, 0.25, 192),  # R = 10 * 600 * 0.25 = 1,500
+        (100 * 600, 1, 0.25, 192),  # the same rows behind one noise: R = 15,000
+    ],
+)
+def test_recommended_dimensions_by_strength(rows, devices, mu, expected):
+    assert recommended_dimensions(strength(rows, [mu] * devices)) == expected
+
+
+@given(found=st.floats(0, 1e9), more=st.floats(0, 1e9))
+def test_more_strength_never_means_fewer_dimensions(found, more):
+    assert recommended_dimensions(found) <= recommended_dimensions(found + more)
+
+
+@given(found=st.floats(0, 1e9), dimensions=st.integers(8, 192))
+def test_the_recommended_dimensions_are_not_advised_again(found, dimensions):
+    advice = other_dimensions(found, "scattering", dimensions)
+    assert bool(advice) == (recommended_dimensions(found) != max(dimensions, 64))
+    assert other_dimensions(found, "scattering", recommended_dimensions(found)) == []
+    assert other_dimensions(found, "model", dimensions) == []
+
+
+def test_the_advice_has_strength_and_both_numbers():
+    text = "the strength of the fleet's statistics is 12,141: dimensions = 192 is usually more accurate than 64"
+    assert other_dimensions(12140.6, "scattering", 64) == [text]
+
+
+def test_the_server_advises_other_dimensions():
+    """R = sqrt(5) * 400 * 0.72 = 643."""
+    (cohort,) = play(make_server(), members())
+    (event,) = cohort.events
+    assert event.kind == "other-dimensions"
+    assert event.text.endswith(
+        "dimensions = 128 is usually more accurate than 16; in a new run the devices release their rows again"
+    )
+
+
 def test_forgetting_does_not_end_run_with_too_few_rows_left():
     server = make_server()
     (cohort,) = play(server, members("abcd", rows=40))
@@ -222,7 +278,8 @@ def test_honest_devices_with_noise_are_not_left_out(robust, seed):
 
 def test_a_device_with_very_many_rows_is_capped_with_its_noise():
     (cohort,) = play(make_server(), members("abcd") | {"z": Member([5000] * CLASSES, seed=26)})
-    assert [(event.kind, event.device) for event in cohort.events] == [("rows-capped", "z")]
+    events = [(event.kind, event.device) for event in cohort.events]
+    assert events == [("rows-capped", "z"), ("other-dimensions", "")]
     assert "which count as" in cohort.events[0].text
 
 

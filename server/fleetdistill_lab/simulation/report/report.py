@@ -12,7 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from fleetdistill.methods.classstats_private.merge import much_noise, strength
+from fleetdistill.methods.classstats_private.merge import much_noise, other_dimensions, strength
 from fleetdistill.privacy.guarantee import Guarantee
 from fleetdistill.training.figures import Counts
 from fleetdistill_lab.simulation.report.comparison import (
@@ -289,15 +289,17 @@ def report_title(report: FleetReport) -> str:
 
 
 def privacy_lines(report: FleetReport) -> list[str]:
-    """Returns the meaning of a private run's epsilon, and a warning if its noise is large."""
+    """Returns the meaning of a private run's epsilon, and what to change if noise or features cost accuracy."""
     if report.privacy is None:
         return []
     has_controls = report.mean_accuracy_alone is not None or report.mean_accuracy_fedavg_global is not None
     controls = "; the controls are not private" if has_controls else ""
     name = NAMES.get(report.method, report.method)
+    found, settings = report.privacy["expected_strength"], report.settings
     return [
         f"Privacy of {name}: {report.privacy['sentence']}{controls}",
-        *much_noise(report.privacy["expected_strength"]),
+        *much_noise(found),
+        *other_dimensions(found, settings["features"], settings["dimensions"]),
     ]
 
 

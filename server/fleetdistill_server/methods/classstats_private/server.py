@@ -24,6 +24,7 @@ from fleetdistill.methods.classstats_private.merge import (
     PrivateMoments,
     merge_private,
     much_noise,
+    other_dimensions,
     precisions,
     strength,
     too_few_rows,
@@ -123,7 +124,7 @@ class ClassStatsPrivateServer(ClassStatsServer):
     def _note_strength(
         self, parts: Mapping[str, Any], kept: Releases, weights: Mapping[str, float], notes: Notes
     ) -> None:
-        """Guard: reports R, and adds an event if accuracy will be far below that without noise."""
+        """Guard: reports R, with events if accuracy will be far below that without noise, or better with other F."""
         if not kept:
             return
         mus = [self._mu(parts[device]) for device in kept]
@@ -135,6 +136,9 @@ class ClassStatsPrivateServer(ClassStatsServer):
         if self._too_few_rows is None:
             for warning in much_noise(result):
                 notes.event("much-noise", warning)
+            for advice in other_dimensions(result, self.config.features, self.config.dimensions):
+                text = f"{advice}; in a new run the devices release their rows again"
+                notes.event("other-dimensions", text, once=True)
 
     def check_merge(self) -> None:
         """Ends the run if the merge is mostly noise. Raises RunError."""
