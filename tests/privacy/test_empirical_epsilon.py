@@ -25,7 +25,10 @@ from fleetdistill.methods.classstats_private.sums import (
     release_rounded,
     unit_rows,
 )
+from fleetdistill.methods.classstats_secure.encoding import decode, exact_numbers, unit_rows_on_grid
+from fleetdistill.methods.classstats_secure.noise import noise_vector
 from fleetdistill.privacy.accountant import discrete_mu_for, mu_for
+from fleetdistill.secure.session import PRIVATE, Parameters
 
 CLASSES, SIZE, DELTA, CONFIDENCE = 3, 4, 1e-5, 0.99
 RELEASES = 100_000
@@ -129,6 +132,39 @@ def test_exact_noise_likewise(factor):
 
     proven, claimed = proven_by(release, 3.0, classes=1, size=1)
     assert (proven > claimed) if factor > 1 else (0.1 * claimed < proven < claimed)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize(("honest", "parts"), [(3, 3), (4, 1)])
+def test_a_secure_sum_likewise(honest, parts):
+    """With all parts of the noise, and with one of four, which has half its standard deviation."""
+    parameters = Parameters(
+        mode=PRIVATE,
+        width=8,
+        keys=0,
+        classes=1,
+        dimensions=1,
+        grid_bits=16,
+        clip_bits=0,
+        count_bits=10,
+        row_bits=20,
+        least=honest,
+        honest=honest,
+        most=honest,
+        degree=0,
+        epsilon=3.0,
+        delta=DELTA,
+    )
+
+    def release(data: tuple[Any, Any], seed: int) -> RowSums:
+        source, numbers = random.Random(seed), exact_numbers(unit_rows_on_grid(data[0], 16), data[1], 1, 10)
+        noise = np.array([[noise_vector(parameters, source) for _ in range(parts)] for _ in range(RELEASES)])
+        made = [decode(numbers + one, parameters) for one in noise.sum(axis=1)]
+        return RowSums(**{name: np.stack([vars(item)[name] for item in made]) for name in vars(made[0])})
+
+    proven, claimed = proven_by(release, 3.0, classes=1, size=1)
+    assert (proven > claimed) if parts < honest else (0.1 * claimed < proven < claimed)
 
 
 def test_the_projection_has_the_size_of_the_noise():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from secure.demo_session import SID
+from support.uninstalled import without
 
 from fleetdistill.errors import WireError
 from fleetdistill.secure.primitives import (
@@ -125,3 +129,13 @@ def test_a_signature_is_for_one_message():
     signature = sign(identity, b"message")
     assert verify_signature(verification_key(identity), b"message", signature)
     assert not verify_signature(verification_key(identity), b"Message", signature)
+
+
+def test_without_cryptography_the_extra_is_named(tmp_path):
+    code = (
+        "import sys, fleetdistill\nfrom fleetdistill.errors import ConfigurationError\n"
+        "try:\n    import fleetdistill.secure.session\nexcept ConfigurationError as error:\n    print(error)\n"
+    )
+    environment = without(tmp_path, "cryptography")
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert said.stdout == "secure sums need the package cryptography: pip install 'fleetdistill[tls]'\n", said.stderr

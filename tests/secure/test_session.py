@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 from secure.demo_session import CONTRACT, NONCE, PARAMETERS, SID, demo_members
 
 from fleetdistill.errors import ConfigurationError, WireError
@@ -114,6 +116,22 @@ def test_a_value_out_of_range_is_refused(changes, text):
     with pytest.raises(ConfigurationError) as caught:
         replace(PRIVATE_SUM, **changes)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "lowest", "highest"),
+    [
+        *(("width", 4, 8), ("keys", 0, 2), ("classes", 1, 65535), ("dimensions", 1, 65535)),
+        *(("grid_bits", 1, 20), ("clip_bits", 0, 16), ("row_bits", 1, 40), ("least", 3, 5), ("most", 4, 65535)),
+    ],
+)
+def test_values_at_the_ends_of_a_range_are_taken(name, lowest, highest):
+    for value in (lowest, highest):
+        parameters = replace(LIMITED_SUM, **{name: value})
+        assert Parameters.unpack(parameters.pack()) == parameters
+    for value in (lowest - 1, highest + 1):
+        with pytest.raises(ConfigurationError, match="must be in"):
+            replace(LIMITED_SUM, **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -237,6 +255,33 @@ def test_holders_of_a_ring_are_its_neighbours_and_the_device():
 )
 def test_sa07_degrees_of_safe_rings(devices, corrupt, lost, degree):
     assert ring_degree(devices, corrupt, lost) == degree
+
+
+@pytest.mark.parametrize(
+    ("devices", "corrupt", "lost", "bound"),
+    [(1_000, 0.1, 0.0, 0), (1_000, 0.05, 0.05, 1), (1_000, 0.03, 0.0, 2), (3_000, 0.05, 0.01, 2)],
+)
+def test_a_smaller_ring_breaks_one_of_the_bounds(devices, corrupt, lost, bound):
+    """The three probabilities by scipy: a secret learnt, no sum, a ring apart; each bound decides somewhere."""
+    bad, gone = round(corrupt * devices), round(lost * devices)
+
+    def unsafe(degree):
+        needed = session_threshold(devices, degree)
+        apart = math.prod((bad + gone - i) / (devices - i) for i in range(degree // 2))
+        found = (
+            stats.hypergeom.sf(needed - 1, devices - 1, bad, degree),
+            stats.hypergeom.cdf(needed - 1, devices, devices - gone, degree + 1),
+            apart,
+        )
+        return [i for i, log2 in enumerate((-40, -20, -40)) if devices * found[i] > 2**log2]
+
+    degree = ring_degree(devices, corrupt, lost)
+    assert unsafe(degree) == []
+    assert unsafe(degree - 2) == [bound]
+
+
+def test_a_ring_without_loss_has_ten_neighbours():
+    assert ring_degree(1_000, 0.0, 0.0) == 10
 
 
 def test_a_ring_that_cannot_be_safe_is_refused():

@@ -28,7 +28,7 @@ from fleetdistill.secure.primitives import (
 from fleetdistill.secure.session import KeysEntry, keys_message
 from fleetdistill.secure.shares import PRIME, SECRET_BYTES, SHARE_BYTES, coefficients, share
 
-__all__ = ["Member"]
+__all__ = ["Member", "endorse", "is_endorsed"]
 
 
 class Member:
@@ -187,6 +187,27 @@ def verify_keys_entry(entry: bytes, sid: bytes, device_id: str) -> bool:
     """Returns whether an entry is signed, for this session and device, by the identity in it. Never raises."""
     body, identity, signature = entry[:100], entry[100:132], entry[132:]
     return verify_signature(identity, keys_message(sid, device_id, body), signature)
+
+
+def endorse(roster_secret: bytes, device_id: str, public_key: bytes) -> bytes:
+    """Returns the endorsement of a device, 64 bytes; call it where devices are provisioned, never on the server.
+
+    Args:
+        roster_secret: Secret Ed25519 key of the roster, 32 bytes.
+        device_id: Id of the device, `Device(device_id=...)`.
+        public_key: Public Ed25519 key of the device, 32 bytes.
+    """
+    return sign(roster_secret, _endorsement_message(device_id, public_key))
+
+
+def is_endorsed(roster_key: bytes, device_id: str, public_key: bytes, endorsement: bytes) -> bool:
+    """Returns whether a roster's public key has endorsed a device's public key. Never raises."""
+    return verify_signature(roster_key, _endorsement_message(device_id, public_key), endorsement)
+
+
+def _endorsement_message(device_id: str, public_key: bytes) -> bytes:
+    name = device_id.encode()
+    return tag("endorsement") + struct.pack("<H", len(name)) + name + public_key
 
 
 @contextmanager

@@ -27,6 +27,7 @@ _BLOCK = struct.Struct("<BBBBHHBBBBIIIHHdd")
 _VERSION = 1
 _MIN_DEVICES = 3
 _MAX_EPSILON = 100.0
+_MIN_DEGREE = 10
 _BARE_ENTRY, _SIGNED_ENTRY = 100, 196
 MAX_LOG2_LEAKED = -40
 """Largest log2 of the probability that a ring lets the corrupt devices learn a secret, or falls apart."""
@@ -294,7 +295,7 @@ def session_threshold(devices: int, degree: int) -> int:
 
 
 def ring_degree(devices: int, corrupt: float, lost: float) -> int:
-    """Returns the smallest number of neighbours with which a ring of devices is safe.
+    """Returns the smallest number of neighbours, from 10 on, with which a ring of devices is safe.
 
     Bounds the probability that more holders of one secret are corrupt than may be (2^-40), that too few of them are
     left (2^-20), and that half a neighbourhood in a row is corrupt or lost (2^-40).
@@ -311,7 +312,7 @@ def ring_degree(devices: int, corrupt: float, lost: float) -> int:
         if not 0 <= fraction < 1:
             raise ConfigurationError(f"{name} must be a fraction in [0, 1), got {fraction!r}")
     bad, gone = math.floor(corrupt * devices), math.floor(lost * devices)
-    for degree in range(2, devices - 1, 2):
+    for degree in range(_MIN_DEGREE, devices - 1, 2):
         needed = threshold(degree + 1)
         learnt = sum(_draws(devices - 1, bad, degree, hit) for hit in range(needed, degree + 1))
         stuck = sum(_draws(devices, devices - gone, degree + 1, hit) for hit in range(needed))

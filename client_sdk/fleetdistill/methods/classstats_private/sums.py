@@ -146,7 +146,7 @@ def release_exact(rows_nf: Array, labels_n: Array, classes: int, mu: float, rand
     variances = [1 / (Fraction(mu) ** 2 * share) for share in SHARES]
 
     def noisy(values: Array, variance: Fraction, unit: int) -> Array:
-        in_steps = _rounded_up(variance * unit**2)
+        in_steps = rounded_up(variance * unit**2)
         flat = [int(value) + discrete_gaussian(in_steps, random) for value in values.ravel()]
         return np.array([value / unit for value in flat], dtype=np.float64).reshape(values.shape)
 
@@ -184,7 +184,8 @@ def from_wire(sent: ClassSums) -> RowSums:
     )
 
 
-def _rounded_up(variance: Fraction) -> Fraction:
+def rounded_up(variance: Fraction) -> Fraction:
+    """Returns a variance in grid steps, rounded up to a multiple of 2^-10."""
     return Fraction(math.ceil(variance * 2**_VARIANCE_BITS), 2**_VARIANCE_BITS)
 
 
