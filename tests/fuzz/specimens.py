@@ -20,6 +20,7 @@ _DECLARED = (
     "named_tensors",
     "shared_statistics",
     "class_sums",
+    "secure_message",
     "model_parameters",
     "distillation_gradient",
     "generator",
@@ -79,6 +80,10 @@ def _parts() -> dict[str, dict[str, k.Kind]]:
         "weighted_predictions": {"predictions": k.WeightedPredictions(noise_seed=3, values=values)},
         "shared_statistics": {"moments": shared},
         "class_sums": {"sums": sums},
+        "secure_message": {
+            "keys": k.SecureMessage(keys=np.arange(100, dtype=np.uint8)),
+            "shares": k.SecureMessage(shares=np.ones((4, 32), np.uint8)),
+        },
         "distillation_gradient": {"gradient": gradient},
         "generator": {
             "model": _weights(),

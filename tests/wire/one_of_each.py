@@ -60,6 +60,16 @@ ONE_OF_EACH: dict[str, k.Kind] = {
         tensors={"prototypes": np.ones((2, 3), FLOAT32), "counts": np.array([4, 2**40])},
         reveals=["features", "counts"],
     ),
+    "secure_message": k.SecureMessage(
+        parameters=bytes(range(44)),
+        nonce=bytes(32),
+        entries=[k.SecureEntry(index=7, device="phone", keys=bytes(100), endorsement=b"", signature=bytes(64))],
+        roster=bytes(range(32)),
+        members=b"\x1d",
+        keys=np.arange(100, dtype=np.uint8),
+        boxes=np.zeros((2, 80), np.uint8),
+        shares=np.ones((3, 32), np.uint8),
+    ),
     "network_file": k.NetworkFile(onnx=np.arange(256, dtype=np.uint8)),
     "distillation_gradient": k.DistillationGradient(
         gradients={"w": f32([[-0.0, np.inf, np.nan]])}, batch_size=32, loss=0.1

@@ -89,6 +89,10 @@ PARTS: list[tuple[k.Kind, PartSchema]] = [
         k.ClassSums.schema(classes=C, dimensions=D, features={}),
     ),
     (
+        k.SecureMessage(boxes=zeros(4, 80, dtype=np.uint8)),
+        k.SecureMessage.schema("boxes", (4, 80), most=1000),
+    ),
+    (
         k.NamedTensors(tensors={"means": zeros(C, D), "counts": zeros(C, dtype=np.int64)}, reveals=["counts"]),
         k.NamedTensors.schema({"means": (C, D), "counts": TypedShape.of((C,), np.int64)}, reveals=["counts"]),
     ),

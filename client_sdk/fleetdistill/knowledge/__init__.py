@@ -28,6 +28,7 @@ from fleetdistill.knowledge.samples import (
     check_rows,
     rows_by_id,
 )
+from fleetdistill.knowledge.secure import SecureEntry, SecureMessage
 from fleetdistill.knowledge.statistics import ClassSpace, ClassSums, PrivateRows, SharedStatistics
 from fleetdistill.wire.kind import KINDS, Array, Kind, Parts, kind_of
 
@@ -64,6 +65,8 @@ __all__ = [
     "ProxySet",
     "RefinedKnowledge",
     "SampleKnowledge",
+    "SecureEntry",
+    "SecureMessage",
     "SharedStatistics",
     "WeightedPredictions",
     "Weights",

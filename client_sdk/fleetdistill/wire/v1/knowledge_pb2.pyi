@@ -504,6 +504,127 @@ class ClassSums(_message.Message):
 Global___ClassSums: _TypeAlias = ClassSums  # noqa: Y015
 
 @_typing.final
+class SecureEntry(_message.Message):
+    """What the server says of one device of a secure sum."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    ENDORSEMENT_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Index of the device in the sum: its place among the devices that sent keys, in bytewise order of their ids."""
+    device: _builtins.str
+    """Id of the device, 1 to 64 characters."""
+    keys: _builtins.bytes
+    """100 bytes: X25519 public keys of its boxes and of its masks (32 each), SHA-256 commitment to its own mask (32), number
+    of rows as uint32 (0 with noise). 196 bytes if the run has signed keys: also its Ed25519 public key (32) and the
+    signature of the 100 bytes (64).
+    """
+    endorsement: _builtins.bytes
+    """With signed keys: the signature of the run's roster key over the device's Ed25519 key and id, 64 bytes."""
+    signature: _builtins.bytes
+    """In the last step, with signed keys: the device's signature of the list of devices in the sum, 64 bytes."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        device: _builtins.str = ...,
+        keys: _builtins.bytes = ...,
+        endorsement: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "endorsement", b"endorsement", "index", b"index", "keys", b"keys", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecureEntry: _TypeAlias = SecureEntry  # noqa: Y015
+
+@_typing.final
+class SecureMessage(_message.Message):
+    """One message of a secure sum. The device and the server exchange five of them; which fields a message has depends on its
+    step. All numbers in bytes are little-endian.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    ROSTER_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    BOXES_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    parameters: _builtins.bytes
+    """From the server, step secure_keys: the sum's parameters, 44 bytes."""
+    nonce: _builtins.bytes
+    """From the server, step secure_keys: public random bytes, 32."""
+    roster: _builtins.bytes
+    """From the server, step secure_shares: digest of all entries, 32 bytes."""
+    members: _builtins.bytes
+    """From the server, steps secure_input, secure_check and secure_unmask: the devices of this step; device i is bit i mod 8
+    of byte i / 8.
+    """
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___SecureEntry]:
+        """From the server, steps secure_shares and secure_unmask: the devices of the sum."""
+
+    @_builtins.property
+    def keys(self) -> _tensor_pb2.Tensor:
+        """From the device, step secure_keys: [100] or [196] uint8, the fields `keys` of its entry; with signed keys [260], then its
+        endorsement.
+        """
+
+    @_builtins.property
+    def boxes(self) -> _tensor_pb2.Tensor:
+        """[k, 80] uint8, one encrypted pair of shares for each other device, by index: from the device in step secure_shares, and
+        to the receivers from the server in step secure_input.
+        """
+
+    @_builtins.property
+    def numbers(self) -> _tensor_pb2.Tensor:
+        """From the device, step secure_input: [numbers * width] uint8, the masked statistics."""
+
+    @_builtins.property
+    def signature(self) -> _tensor_pb2.Tensor:
+        """From the device, step secure_check: [64] uint8, its signature of the list of devices in the sum."""
+
+    @_builtins.property
+    def shares(self) -> _tensor_pb2.Tensor:
+        """From the device, step secure_unmask: [k, 32] uint8, one share for each device that sent shares, by index: of the own mask
+        of a device in the sum, and of the mask key of a device that is not.
+        """
+
+    def __init__(
+        self,
+        *,
+        parameters: _builtins.bytes = ...,
+        nonce: _builtins.bytes = ...,
+        entries: _abc.Iterable[Global___SecureEntry] | None = ...,
+        roster: _builtins.bytes = ...,
+        members: _builtins.bytes = ...,
+        keys: _tensor_pb2.Tensor | None = ...,
+        boxes: _tensor_pb2.Tensor | None = ...,
+        numbers: _tensor_pb2.Tensor | None = ...,
+        signature: _tensor_pb2.Tensor | None = ...,
+        shares: _tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "keys", b"keys", "numbers", b"numbers", "shares", b"shares", "signature", b"signature"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "entries", b"entries", "keys", b"keys", "members", b"members", "nonce", b"nonce", "numbers", b"numbers", "parameters", b"parameters", "roster", b"roster", "shares", b"shares", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecureMessage: _TypeAlias = SecureMessage  # noqa: Y015
+
+@_typing.final
 class NetworkFile(_message.Message):
     """A network as an ONNX file from the server, for devices without PyTorch. It is the only part of its payload and is named
     "extractor".
@@ -836,6 +957,7 @@ class Part(_message.Message):
     NETWORK_FILE_FIELD_NUMBER: _builtins.int
     CLASS_SUMS_FIELD_NUMBER: _builtins.int
     NAMED_TENSORS_FIELD_NUMBER: _builtins.int
+    SECURE_MESSAGE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that the method gives it, 1 to 256 characters, unique within the payload."""
     @_builtins.property
@@ -902,6 +1024,10 @@ class Part(_message.Message):
     def named_tensors(self) -> Global___NamedTensors:
         """Tensors of a method that no other kind describes."""
 
+    @_builtins.property
+    def secure_message(self) -> Global___SecureMessage:
+        """A message of a secure sum."""
+
     def __init__(
         self,
         *,
@@ -922,12 +1048,13 @@ class Part(_message.Message):
         network_file: Global___NetworkFile | None = ...,
         class_sums: Global___ClassSums | None = ...,
         named_tensors: Global___NamedTensors | None = ...,
+        secure_message: Global___SecureMessage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "named_tensors", b"named_tensors", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "shared_statistics", b"shared_statistics", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "named_tensors", b"named_tensors", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "secure_message", b"secure_message", "shared_statistics", b"shared_statistics", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "name", b"name", "named_tensors", b"named_tensors", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "shared_statistics", b"shared_statistics", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "name", b"name", "named_tensors", b"named_tensors", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "secure_message", b"secure_message", "shared_statistics", b"shared_statistics", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["model_parameters", "sample_knowledge", "refined_knowledge", "proxy_knowledge", "weighted_predictions", "distillation_gradient", "generator", "discriminator", "plan", "metrics", "proxy_set", "shared_statistics", "class_space", "network_file", "class_sums", "named_tensors"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["model_parameters", "sample_knowledge", "refined_knowledge", "proxy_knowledge", "weighted_predictions", "distillation_gradient", "generator", "discriminator", "plan", "metrics", "proxy_set", "shared_statistics", "class_space", "network_file", "class_sums", "named_tensors", "secure_message"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
