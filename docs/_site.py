@@ -19,6 +19,7 @@ OUTSIDE = (
     "benchmarks/RESULTS.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "LICENSE",
     "protos/README.md",
     "examples/*.*",

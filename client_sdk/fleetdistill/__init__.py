@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fleetdistill.device.eligibility import Eligibility
     from fleetdistill.device.events import Event, Step
     from fleetdistill.device.options import Runtime, Server
+    from fleetdistill.device.secure import SecureTerms, Signer
     from fleetdistill.errors import FleetDistillError
     from fleetdistill.link.abilities import Abilities
     from fleetdistill.models.torch_model import TorchModel
@@ -38,7 +39,9 @@ __all__ = [
     "FleetDistillError",
     "Predictor",
     "Runtime",
+    "SecureTerms",
     "Server",
+    "Signer",
     "Splits",
     "Step",
     "TorchModel",
@@ -57,7 +60,9 @@ _WHERE = {
     "FleetDistillError": "fleetdistill.errors",
     "Predictor": "fleetdistill.deployment.predictor",
     "Runtime": "fleetdistill.device.options",
+    "SecureTerms": "fleetdistill.device.secure",
     "Server": "fleetdistill.device.options",
+    "Signer": "fleetdistill.device.secure",
     "Splits": "fleetdistill.data.splits",
     "Step": "fleetdistill.device.events",
     "TorchModel": "fleetdistill.models.torch_model",

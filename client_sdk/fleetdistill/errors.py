@@ -16,7 +16,8 @@
     ├── LinkError                the server is unavailable; retry later
     ├── RefusedError             the server refused a request
     ├── CannotAnswer             a device cannot answer an ask (handled by `Device`)
-    │   └── PrivacyBudgetError   the answer would exceed the device's privacy budget
+    │   ├── PrivacyBudgetError   the answer would exceed the device's privacy budget
+    │   └── SumRefusedError      the device refuses a step of a secure sum
     ├── WorkInterrupted          work must end now and is done again later (handled by `Device`)
     ├── DeviceBusyError          another call works on the device
     ├── DeviceClosedError        the device was closed
@@ -64,6 +65,7 @@ __all__ = [
     "StateError",
     "StoreError",
     "StoreUnavailableError",
+    "SumRefusedError",
     "WireError",
     "WorkInterrupted",
     "in_words",
@@ -276,6 +278,13 @@ class PrivacyBudgetError(CannotAnswer):
     def __init__(self, spent: float, wanted: float) -> None:
         super().__init__("privacy budget used up")
         self.spent, self.wanted = spent, wanted
+
+
+class SumRefusedError(CannotAnswer):
+    """A device refuses a step of a secure sum, so the device declines the ask and sends nothing else in this sum.
+
+    Its text does not depend on the device's rows, because it is sent to the server.
+    """
 
 
 class WorkInterrupted(FleetDistillError):

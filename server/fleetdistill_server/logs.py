@@ -48,6 +48,8 @@ _ORDINARY = (
     "forgotten",
     "restored",
     "refusals-left-out",
+    "secure-sum",
+    "waiting-for-batch",
 )
 """Kinds of events that need no attention from the operator."""
 _LOGGED_ELSEWHERE = ("engine-failed", "started", "paused", "resumed", "stopped", "rolled-back")

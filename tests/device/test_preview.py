@@ -165,12 +165,14 @@ def test_a_light_device_has_a_preview_too(tmp_path: Path) -> None:
 SETTINGS: dict[str, dict[str, Any]] = {
     "classstats": {"features": "model", "dimensions": 0},
     "classstats_private": {"features": "model"},
+    "classstats_secure": {"features": "model"},
     "dafkd": {"kd_samples": 4, "generator": "embedding_generator", "noise_dim": 3},
 }
 CONTAINS = {
     "cdkt": ("logits", "metrics"),
     "classstats": ("class_statistics", "counts"),
     "classstats_private": ("class_statistics", "counts"),
+    "classstats_secure": ("class_statistics", "counts"),
     "dafkd": ("metrics", "parameters"),
     "fedavg": ("metrics", "parameters"),
     "fedd2s": ("features", "labels", "metrics"),

@@ -195,7 +195,8 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
 
 
 SIMULATES = [
-    f"docs/how-to/{name}.md" for name in ("audit-a-run", "choose-a-method", "keep-rows-private", "read-a-report")
+    f"docs/how-to/{name}.md"
+    for name in ("audit-a-run", "choose-a-method", "keep-rows-private", "read-a-report", "sum-securely")
 ]
 """Pages that simulate for long; docs/tutorials/first-fleet.md does so in little time."""
 DRAWS = "docs/how-to/run-experiments.md"

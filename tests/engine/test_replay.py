@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine.driving import Drive, run_engine
 from engine.fragile import Crash, Fragile, Fuse
 from support.answering import AnsweringDevice
 from support.fleets import assert_no_upload_lost, prepare
@@ -40,30 +40,6 @@ from fleetdistill_server.store.sums import EVERY
 ROUNDS = 2
 
 
-@dataclass
-class Drive:
-    """A waker that lets one device take one step; `away` devices do nothing."""
-
-    devices: list[Any]
-    fuse: Fuse = field(default_factory=Fuse)
-    away: set[int] = field(default_factory=set)
-    waits: int = 0
-    on_wait: Callable[[], None] = lambda: None
-
-    async def wait(self, seconds: float = 0.0) -> None:
-        self.fuse.touch()
-        self.on_wait()
-        turn = self.waits % len(self.devices)
-        self.waits += 1
-        if turn in self.away:
-            await asyncio.sleep(0.01)
-        else:
-            self.devices[turn].step(0.0)
-
-    def wake_other(self) -> None:
-        self.fuse.touch()
-
-
 def used(store: Store) -> list[int]:
     """Number of used answers of each round."""
     return [answers.used for _, answers in store.summaries.rounds(RUN, 0, EVERY)]
@@ -84,10 +60,6 @@ def config_for(**run: Any) -> RunConfig:
 def answering(store: Store, count: int = 2) -> list[AnsweringDevice]:
     api = DeviceApi(store)
     return [AnsweringDevice(MemoryLink(api), RUN, f"d{number}") for number in range(count)]
-
-
-def run_engine(store: Any, config: RunConfig, drive: Drive) -> None:
-    asyncio.run(Engine(store, config, drive).run())
 
 
 def run_with_crash(fuse: Fuse) -> Store:

@@ -65,17 +65,18 @@ def played(folder: Path) -> None:
 def released(folder: Path) -> None:
     """The noisy sums that a device of a private run would send."""
     from fleetdistill.device.events import DeviceLock, Events
-    from fleetdistill.device.private import PrivateAnswers, guarantee_of
+    from fleetdistill.device.private import PrivateAnswers
+    from fleetdistill.device.secure import ANY_TERMS, SecureSums
+    from fleetdistill.methods.base import Ask
     from fleetdistill.state.files import Files
 
     contract = contract_pb2.Contract.FromString((folder / "contract.bin").read_bytes())
-    guarantee = guarantee_of(contract)
-    assert guarantee is not None
     worker: Any = light_worker(arrays_of(folder / "data.npz"))(contract)
     take_extractor(worker, folder)
     answer = worker.answer(service_pb2.Ask(round=1, step="summarise"), {}, ["class_statistics", "counts"]).answer
-    private = PrivateAnswers(Files(folder), None, Events(DeviceLock(lambda event: None), "light"))
-    sent = private.private_answer(answer, contract, guarantee, 1).parts["statistics"]
+    events = Events(DeviceLock(lambda event: None), "light")
+    private = PrivateAnswers(Files(folder), None, events, SecureSums(Files(folder), "light", ANY_TERMS, None, events))
+    sent = private.private_answer(answer, contract, Ask(round=1, step="summarise", seed=0)).parts["statistics"]
     np.savez(folder / "sums.npz", **vars(sent))
     note_modules(folder)
 

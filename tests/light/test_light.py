@@ -494,7 +494,7 @@ def test_it_wants_the_extractor_alone(offered: Offered) -> None:
     [
         (
             {"method": "fedavg"},
-            "has method 'fedavg'; without PyTorch, only classstats and classstats_private are supported",
+            "has method 'fedavg'; without PyTorch, only classstats, classstats_private, classstats_secure are",
         ),
         ({"extractor_file": b""}, "provides no extractor file.*fleetdistill.onnx"),
     ],

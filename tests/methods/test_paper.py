@@ -89,7 +89,7 @@ def complete(method: str, **settings: Any) -> Any:
 
 
 def test_all_methods_but_yardstick_and_our_own_have_paper_switch() -> None:
-    assert {*PAPER, "classstats", "classstats_private", "fedavg"} == METHODS.keys()
+    assert {*PAPER, "classstats", "classstats_private", "classstats_secure", "fedavg"} == METHODS.keys()
 
 
 @every_paper

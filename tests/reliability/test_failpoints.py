@@ -28,8 +28,15 @@ WHO = {
     FRAGILE: ("disk.", "device."),
 }
 """Which points a process hits in a run, in the order in which it comes by; those of others have tests of their own."""
-ELSEWHERE = ("engine.quarantine.", "engine.training.", "device.privacy.", "device.roll-back.", "device.forget.")
-"""Points that a run never hits without damage, a long training, privacy, a roll-back or a device that erases itself."""
+ELSEWHERE = (
+    "engine.quarantine.",
+    "engine.training.",
+    "device.privacy.",
+    "device.secure.",
+    "device.roll-back.",
+    "device.forget.",
+)
+"""Points that a run hits only with damage, long training, privacy, secure sums, a roll-back or an erasing device."""
 _ENGINE = ("engine.contract.", "engine.start.", "blob.", "engine.asks.", "disk.before-", "engine.answer.")
 WITH_OBJECTS = {**WHO, "engine": (*_ENGINE, "engine.short.", "disk.", "engine.")}
 """The same with an object store: files are renamed only where an object is first read, and read again once renamed."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-from support.fleets import RUNS, SMALL
+from support.fleets import ROUNDS_OF_ANY_SIZE, RUNS, SMALL
 from support.long import long_except
 from support.onnx_traces import traced_models
 from typer.testing import CliRunner
@@ -95,7 +95,7 @@ def test_each_value_writes_the_models_of_its_devices(export: Any, method: str, t
     assert json.loads((tmp_path / "report.json").read_text())["devices"][0]["onnx_file"] == report.devices[0].onnx_file
 
 
-@pytest.mark.parametrize("name", long_except(RUNS, "fedavg", "feddkc", "classstats", "cdkt"))
+@pytest.mark.parametrize("name", long_except(ROUNDS_OF_ANY_SIZE, "fedavg", "feddkc", "classstats", "cdkt"))
 @pytest.mark.parametrize("share", [0.0, 0.3], ids=["takes", "chooses"])
 def test_a_files_accuracy_is_the_devices(name: str, share: float, tmp_path: Path) -> None:
     """Also of devices that took part in the first round only, or may keep the model that they had."""

@@ -22,7 +22,10 @@ from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.store.store import Store
 
-SETTINGS: dict[str, dict[str, Any]] = {"classstats_private": {"epsilon": 8.0}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "classstats_private": {"epsilon": 8.0},
+    "classstats_secure": {"epsilon": 8.0},
+}
 """Settings that a method requires."""
 SMALL: dict[str, Any] = {"devices": 3, "rounds": 2, "train_limit": 300, "test_limit": 40, "torch_device": "cpu"}
 SMALL |= {"with_alone": False, "with_fedavg": False}

@@ -38,6 +38,7 @@ from fleetdistill.methods.base import Ask
 from fleetdistill.methods.classstats.config import SCATTERING, SpaceConfig
 from fleetdistill.methods.classstats.exchange import DeviceStatistics, SentStatistics, check_images
 from fleetdistill.methods.classstats_private.exchange import PrivateStatistics
+from fleetdistill.methods.classstats_secure.exchange import SecureStatistics
 from fleetdistill.training.figures import Counts, allowed, counts_of
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from fleetdistill.training.onnx_file import OnnxReport
 
 METHODS: Mapping[str, type[DeviceStatistics]] = MappingProxyType(
-    {"classstats": SentStatistics, "classstats_private": PrivateStatistics}
+    {"classstats": SentStatistics, "classstats_private": PrivateStatistics, "classstats_secure": SecureStatistics}
 )
 """Statistics that the device sends, by the methods that it can take part in."""
 _MODEL_NAME = "light"
@@ -186,7 +187,7 @@ class LightCompute(DeliveringCompute[LightModel]):
 
     def first_ask(self) -> Ask:
         """Returns an ask like the first one of the run, made without the server."""
-        return Ask(round=1, step="summarise", seed=0)
+        return Ask(round=1, step=self._statistics.sending_steps[0], seed=0)
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         """Returns the device's statistics, or loads the fleet's space and scores the variants made from it."""
@@ -194,8 +195,8 @@ class LightCompute(DeliveringCompute[LightModel]):
             return self._answer(ask, parts, allow)
 
     def _answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
-        if ask.step == "summarise":
-            return Computed(self._statistics.summarise(), self.state())
+        if ask.step in self._statistics.sending_steps:
+            return Computed(self._statistics.send(ask.step), self.state())
         if ask.step != "learn":
             raise WireError(
                 f"a device without PyTorch does not support step {ask.step!r}; update the SDK if the server is newer"
@@ -284,7 +285,7 @@ def _config_of(contract: contract_pb2.Contract) -> SpaceConfig:
     if contract.method not in METHODS:
         raise ConfigurationError(
             f"run {contract.run!r} has method {contract.method!r}; without PyTorch, only "
-            f"{' and '.join(METHODS)} are supported. To take part, {_WITH_TORCH}"
+            f"{', '.join(METHODS)} are supported. To take part, {_WITH_TORCH}"
         )
     if not contract.extractor_file:
         raise ConfigurationError(

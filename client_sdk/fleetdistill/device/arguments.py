@@ -17,12 +17,19 @@ from fleetdistill.deployment.settings import Deployment, is_installed
 from fleetdistill.device.budgets import Budgets
 from fleetdistill.device.eligibility import Eligibility
 from fleetdistill.device.options import Runtime, Server
+from fleetdistill.device.secure import SecureTerms
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.models.torch_model import TorchModel
 from fleetdistill.state.own_files import check_can_be_state
 from fleetdistill.wire.kind import COLUMNS
 
-_GROUPS = {"eligibility": Eligibility, "budgets": Budgets, "deployment": Deployment, "runtime": Runtime}
+_GROUPS = {
+    "eligibility": Eligibility,
+    "budgets": Budgets,
+    "secure": SecureTerms,
+    "deployment": Deployment,
+    "runtime": Runtime,
+}
 _EITHER = "Device requires either model= and data=, or worker= without both"
 
 

@@ -257,7 +257,10 @@ class AskHandler:
             computed = _pin(computed, computed.replacement)
         answer = computed.answer
         if guarantee is not None:
-            answer = self._private.private_answer(answer, compute.contract, guarantee, ask.round)
+            from fleetdistill.methods.base import Ask
+
+            received = Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts)
+            answer = self._private.private_answer(answer, compute.contract, received)
         check_may_leave(answer.parts, allow)  # every answer passes this check
         algorithm = upload_digest(terms)
         payload = encode(answer.parts, DTYPES[compute.contract.knowledge_type], algorithm)

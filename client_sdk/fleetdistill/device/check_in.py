@@ -12,6 +12,7 @@ from fleetdistill.device.contact import link_error
 from fleetdistill.device.identity import data_key, save_identity
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.device.private import check_is_private, guarantee_of, hide_rows
+from fleetdistill.device.secure import check_secure
 from fleetdistill.errors import (
     CannotAnswer,
     DamagedStateError,
@@ -49,15 +50,19 @@ class CheckIn:
         backend: Keeps the compute backend, which describes model and data.
         max_threads: Maximum number of threads that a run may require.
         only_private: Whether the app allows only private runs.
+        only_secure: Whether the app allows only runs with secure sums.
     """
 
-    def __init__(self, parts: DeviceParts, backend: Backend, *, max_threads: int, only_private: bool) -> None:
+    def __init__(
+        self, parts: DeviceParts, backend: Backend, *, max_threads: int, only_private: bool, only_secure: bool
+    ) -> None:
         self._parts = parts
         self._events = parts.events
         self._storage = parts.storage
         self._backend = backend
         self._max_threads = max_threads
         self._only_private = only_private
+        self._only_secure = only_secure
         self._terms: service_pb2.CheckInResponse | None = None
         self._columns_sent: tuple[str, ...] = ()
         self._replaced = False  # whether `replace_data` was called and its data are not read yet
@@ -140,6 +145,7 @@ class CheckIn:
             check_fits(terms.contract, identity.abilities)
         if self._only_private:
             check_is_private(terms.contract)
+        check_secure(terms.contract, required=self._only_secure)
         return terms
 
     def _call_server(self, profile: contract_pb2.DeviceProfile | None, run: str) -> service_pb2.CheckInResponse:

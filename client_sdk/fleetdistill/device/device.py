@@ -47,6 +47,7 @@ from fleetdistill.device.options import Runtime, Server
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.device.permission import MeteredLink, Permission
 from fleetdistill.device.private import PrivateAnswers
+from fleetdistill.device.secure import ANY_TERMS, SecureSums, SecureTerms
 from fleetdistill.device.sender import Sender
 from fleetdistill.errors import ConfigurationError, DeviceClosedError
 from fleetdistill.link.abilities import Abilities
@@ -101,6 +102,8 @@ class Device:
             events about an answer may be repeated, but never lost.
         eligibility: Conditions under which the device works. Default: always.
         budgets: Limits on what the device uses, and on what a run may require. Default: `Budgets()`.
+        secure: Terms of secure sums, which no cryptographer has reviewed yet. With them, the device takes part only in
+            runs with secure sums. Default: in any run.
         deployment: How to keep, check and export the delivered model. Default: `Deployment()`.
         runtime: Clock and tracer provider. Default: `Runtime()`.
 
@@ -125,6 +128,7 @@ class Device:
         on_event: Callable[[Event], None] | None = None,
         eligibility: Eligibility | None = None,
         budgets: Budgets | None = None,
+        secure: SecureTerms | None = None,
         deployment: Deployment | None = None,
         runtime: Runtime | None = None,
     ) -> None:
@@ -135,7 +139,7 @@ class Device:
         check_columns(allow)
         if device_id is not None:
             check_name("device_id", device_id)
-        check_groups(eligibility=eligibility, budgets=budgets, deployment=deployment, runtime=runtime)
+        check_groups(eligibility=eligibility, budgets=budgets, secure=secure, deployment=deployment, runtime=runtime)
         check_backend(model, splits, worker)
         if on_event is not None:
             check_function("on_event", on_event, "that takes an event")
@@ -156,7 +160,7 @@ class Device:
             self._parts = self._make_parts(server, device_id, clock, allow, permission, spans)
             factory = ComputeFactory(model, splits, worker, SampleIds(self._storage), deployment)
             downloads = _downloads(self._storage, server.address, limits.spool_bytes)
-            self._assemble(factory, None if splits is None else splits.data, downloads, limits, deployment)
+            self._assemble(factory, None if splits is None else splits.data, downloads, limits, deployment, secure)
             undo.pop_all()
 
     def _make_parts(
@@ -190,14 +194,30 @@ class Device:
         )
 
     def _assemble(
-        self, factory: ComputeFactory, data: Any, downloads: Downloads, limits: Budgets, deployment: Deployment
+        self,
+        factory: ComputeFactory,
+        data: Any,
+        downloads: Downloads,
+        limits: Budgets,
+        deployment: Deployment,
+        secure: SecureTerms | None,
     ) -> None:
         """Makes the objects of the device, each from those before it."""
         parts, stopped = self._parts, StopRequest()
         privacy = limits.privacy_budget()
+        sums = SecureSums(
+            parts.storage, parts.identity.device, secure or ANY_TERMS, privacy, parts.events, parts.clock.time
+        )
+        sums.forget_expired()
         contact = Contact(parts.events, parts.clock)
         self._backend = Backend(parts, factory, data, downloads)
-        self._check_in = CheckIn(parts, self._backend, max_threads=limits.threads, only_private=privacy is not None)
+        self._check_in = CheckIn(
+            parts,
+            self._backend,
+            max_threads=limits.threads,
+            only_private=privacy is not None,
+            only_secure=secure is not None,
+        )
         self._predictions = Predictions(parts, self._backend, self._stored_compute, factory.own_model)
         self._deployer = Deployer(parts, self._backend, self._check_in.ready_compute, self._predictions, deployment)
         sender = Sender(parts, self._check_in, self._backend, self._deployer)
@@ -206,7 +226,7 @@ class Device:
             self._check_in,
             self._backend,
             sender,
-            private=PrivateAnswers(parts.storage, privacy, parts.events),
+            private=PrivateAnswers(parts.storage, privacy, parts.events, sums),
             max_seconds=limits.seconds_per_ask,
             is_pinned=self._deployer.versions.is_pinned,
         )

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fleetdistill.device.events import Events
-from fleetdistill.errors import ConfigurationError, FleetDistillError, PrivacyBudgetError
+from fleetdistill.device.secure import SecureSums
+from fleetdistill.errors import ConfigurationError, FleetDistillError, PrivacyBudgetError, SumRefusedError
 from fleetdistill.state.files import Files
 from fleetdistill.state.privacy_ledger import PrivacyBudget, PrivacyLedger, fingerprint
 from fleetdistill.wire.v1 import contract_pb2
 
 if TYPE_CHECKING:
     from fleetdistill.knowledge import ClassSums, PrivateRows
-    from fleetdistill.methods.base import Answer
+    from fleetdistill.methods.base import Answer, Ask
     from fleetdistill.privacy.guarantee import Guarantee
 
 __all__ = ["guarantee_of", "private_columns"]
@@ -29,7 +30,7 @@ __all__ = ["guarantee_of", "private_columns"]
 SAMPLES = 1
 """Number of samples that a private device declares: the real number would be a release too."""
 DECLINED = "this device cannot answer"
-"""Reason of every decline but that of the budget: another text could depend on the rows."""
+"""Reason of every decline but those of the budget and of secure sums: another text could depend on the rows."""
 _COLUMNS = ("class_statistics", "counts")
 
 
@@ -57,8 +58,8 @@ def hide_rows(profile: contract_pb2.DeviceProfile) -> None:
 
 
 def reason_to_send(reason: FleetDistillError) -> str:
-    """Returns the text of a decline that the server may read: one of two, which do not depend on the rows."""
-    return str(reason) if isinstance(reason, PrivacyBudgetError) else DECLINED
+    """Returns the text of a decline that the server may read, which does not depend on the rows."""
+    return str(reason) if isinstance(reason, (PrivacyBudgetError, SumRefusedError)) else DECLINED
 
 
 def private_columns(allow: Sequence[str]) -> tuple[str, ...]:
@@ -73,30 +74,35 @@ class PrivateAnswers:
         files: The state directory, with the ledger and the last release.
         budget: The app's budget; None for the run's epsilon and delta.
         events: Emits an event for each release.
+        secure: Answers the steps of secure sums.
     """
 
-    def __init__(self, files: Files, budget: PrivacyBudget | None, events: Events) -> None:
+    def __init__(self, files: Files, budget: PrivacyBudget | None, events: Events, secure: SecureSums) -> None:
         self._files = files
+        self._secure = secure
         self._budget = budget
         self._events = events
 
-    def private_answer(
-        self, answer: Answer, contract: contract_pb2.Contract, guarantee: Guarantee, round: int
-    ) -> Answer:
-        """Returns the answer with noisy sums in place of rows, and without the number of samples.
+    def private_answer(self, answer: Answer, contract: contract_pb2.Contract, ask: Ask) -> Answer:
+        """Returns the answer with noisy or masked sums in place of rows, and without the number of samples.
 
         Raises:
             ConfigurationError: The answer contains anything but rows.
             PrivacyBudgetError: The release would exceed the budget.
+            SumRefusedError, WireError: As `SecureSums.answer`.
         """
         from fleetdistill.knowledge import PrivateRows
+        from fleetdistill.methods import config_of_contract
 
+        config = config_of_contract(contract)
+        if config.sums_securely:
+            return self._secure.answer(answer, ask, contract, config)
         parts = {}
         for name, part in answer.parts.items():
             if not isinstance(part, PrivateRows):
                 kind = type(part).__name__
                 raise ConfigurationError(f"part {name!r} is a {kind}, which a private run must not send; not sent")
-            parts[name] = self._release(part, contract.run, guarantee, round)
+            parts[name] = self._release(part, contract.run, config.guarantee, ask.round)
         return replace(answer, parts=parts, samples=SAMPLES)
 
     def sample_answer(self, answer: Answer, guarantee: Guarantee) -> Answer:

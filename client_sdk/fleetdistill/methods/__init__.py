@@ -33,6 +33,10 @@ METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "classstats_private.config:ClassStatsPrivateConfig",
             "classstats_private.device:ClassStatsPrivateDevice",
         ),
+        "classstats_secure": (
+            "classstats_secure.config:ClassStatsSecureConfig",
+            "classstats_secure.device:ClassStatsSecureDevice",
+        ),
         "dafkd": ("dafkd.config:DaFKDConfig", "dafkd.device:DaFKDDevice"),
         "fedavg": ("fedavg.config:FedAvgConfig", "fedavg.device:FedAvgDevice"),
         "fedd2s": ("fedd2s.config:FedD2SConfig", "fedd2s.device:FedD2SDevice"),

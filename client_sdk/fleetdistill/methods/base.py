@@ -120,11 +120,11 @@ Handler = Callable[[Any, Ask], Answer]
 _F = TypeVar("_F", bound=Handler)
 
 
-def answers(step: str) -> Callable[[_F], _F]:
-    """Returns a decorator that makes a method of a device half the handler of a step."""
+def answers(*steps: str) -> Callable[[_F], _F]:
+    """Returns a decorator that makes a method of a device half the handler of one or more steps."""
 
     def mark(handler: _F) -> _F:
-        handler.answers_step = step  # type: ignore[attr-defined]
+        handler.answers_steps = steps  # type: ignore[attr-defined]
         return handler
 
     return mark
@@ -242,7 +242,7 @@ class DeviceMethod:
 def _handlers(method: type[DeviceMethod]) -> Mapping[str, str]:
     """Returns the name of the handler for each step; of several for one step, the first in alphabetical order."""
     result = ((name, getattr(method, name)) for name in reversed(dir(method)))
-    return {one.answers_step: name for name, one in result if hasattr(one, "answers_step")}
+    return {step: name for name, one in result for step in getattr(one, "answers_steps", ())}
 
 
 _BEYOND = 3.4e38

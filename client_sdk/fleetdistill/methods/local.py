@@ -44,6 +44,9 @@ class LocalTraining:
     keeps_optimizer: ClassVar[bool] = False
     """Whether a device keeps its optimiser, with its momentum, between rounds; otherwise each round has a new one."""
 
+    sums_securely: ClassVar[bool] = False
+    """Whether the devices' statistics leave them only in secure sums."""
+
     usual_rounds: ClassVar[int] = 30
     """Default number of rounds of a simulation; 1 for a method that completes in one round."""
 
@@ -100,6 +103,15 @@ class LocalTraining:
     def guarantee(self) -> Guarantee | None:
         """The guarantee of the devices' answers; None if they are not private."""
         return None
+
+    @property
+    def signs_keys(self) -> bool:
+        """Whether the devices of a secure sum sign their keys."""
+        return False
+
+    def device_mu(self, devices: int) -> float:
+        """Returns the Gaussian-DP parameter that one device's private statistics have in a merge of so many devices."""
+        raise NotImplementedError
 
     def reveals(self) -> str:
         """Returns what answers with these settings reveal of single samples, one sentence; empty if it is little.

@@ -21,11 +21,13 @@ class Guarantee:
         epsilon: In [0.1, 20].
         delta: In (0, 0.01]; it should be below 1 / number of rows of a device.
         exact: Whether the noise is discrete Gaussian.
+        against: Against whom, for the sentence.
     """
 
     epsilon: float
     delta: float = 1e-5
     exact: bool = True
+    against: str = "the server"
 
     def check(self) -> None:
         """Raises ConfigurationError if a value is out of range."""
@@ -50,4 +52,4 @@ class Guarantee:
     def sentence(self) -> str:
         """What the guarantee says, for lists and reports."""
         delta = f"{self.delta:g}".replace("e-0", "e-")
-        return f"each row of each device is ({self.epsilon:g}, {delta})-private against the server"
+        return f"each row of each device is ({self.epsilon:g}, {delta})-private against {self.against}"

@@ -60,6 +60,21 @@ class Files:
         with disk_errors(self.directory):
             (self.directory / name).unlink(missing_ok=True)
 
+    def wipe(self, name: str) -> None:
+        """Overwrites a file with zeros and removes it, if it exists.
+
+        A file system that copies on write, or flash memory, may keep the old content elsewhere.
+        """
+        path = self.directory / name
+        with disk_errors(self.directory):
+            if not path.exists():
+                return
+            with path.open("r+b") as file:
+                file.write(bytes(path.stat().st_size))
+                sync_file(file)
+            path.unlink()
+            sync_directory(path.parent)
+
     def save(self, name: str, data: bytes, mode: int = 0o644) -> None:
         """Writes a file atomically and durably.
 

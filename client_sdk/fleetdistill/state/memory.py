@@ -52,6 +52,9 @@ class MemoryStorage(Storage):
         if self.contents.pop(name, None) is not None:
             self.changed = True
 
+    def wipe(self, name: str) -> None:
+        self.remove(name)
+
     def save(self, name: str, data: bytes, mode: int = 0o644) -> None:
         self.contents[name] = data
         self.changed = True

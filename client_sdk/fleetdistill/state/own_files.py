@@ -14,7 +14,7 @@ from fleetdistill.state.disk import disk_errors
 DEVICE = "device.json"
 _IN_USE = "deployed.json"
 _TOP = (
-    r"(lock|erasing|(device|deployed|usage|pace|last_outcome|privacy)\.json|ledger\.jsonl|rows\.txt|released\.npz"
+    r"(lock|erasing|(device|deployed|usage|pace|last_outcome|privacy|secure(_steps|_ended)?)\.json|ledger\.jsonl|rows\.txt|released\.npz"
     r"|(profile|contract|sample_ids)\.bin|(state|delivered)\.safetensors|(model|general|personal|own)\.onnx"
     r"|model\.onnx\.due|roll-back\.due|pinned)"
 )

@@ -18,10 +18,13 @@ from fleetdistill.privacy.accountant import compose, epsilon_for, epsilon_for_zc
 from fleetdistill.state import failpoints
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import damaged_error, json_object, sealed_json
+from fleetdistill.state.secure_sessions import ENDED, STEPS
 
 PRIVACY_LEDGER = "privacy.json"
 RELEASED = "released.npz"
 """The last release; it is written after its entry in the ledger."""
+_AFTER_RELEASES = (RELEASED, STEPS, ENDED)
+"""Files that are written after a release is in the ledger."""
 _TOLERANCE = 1e-9
 """Relative. Epsilon is rounded up twice on its way through mu, so a budget of exactly one release allows it."""
 
@@ -127,10 +130,11 @@ class PrivacyLedger:
     def _load(self) -> list[Release]:
         data, path = self._files.load(PRIVACY_LEDGER), self._files.directory / PRIVACY_LEDGER
         if data is None:
-            if self._files.load(RELEASED) is None:
+            released = [name for name in _AFTER_RELEASES if self._files.load(name) is not None]
+            if not released:
                 return []
             raise StateError(
-                f"{path} is missing, but {RELEASED} beside it is a private release that it must count; restore "
+                f"{path} is missing, but {released[0]} beside it is of a private release that it must count; restore "
                 f"{PRIVACY_LEDGER} from a backup, or begin with new data in a new state directory"
             )
         try:

@@ -167,6 +167,7 @@ def check_plan(wanted: Simulation, data: Dataset) -> None:
         left = dealt.data
         config = make_run_config(wanted, left, work)
         _check_rows(wanted, dealt.split)
+        _check_devices(wanted)
         check_fedavg(wanted, config)
         build_run(config)
         method = build_method(config)
@@ -192,8 +193,20 @@ def _check_rows(wanted: Simulation, split: Partition) -> None:
     rows = sum(split.sizes) / wanted.devices
     if guarantee is None:
         return
-    if reason := too_few_rows(rows * (1 - wanted.validation_share), wanted.devices, guarantee.mu, guarantee.epsilon):
+    mu = wanted.configuration().device_mu(wanted.devices)
+    if reason := too_few_rows(rows * (1 - wanted.validation_share), wanted.devices, mu, guarantee.epsilon):
         raise ConfigurationError(reason)
+
+
+def _check_devices(wanted: Simulation) -> None:
+    """Raises ConfigurationError if the rounds have too few devices for the method."""
+    config, in_round = wanted.configuration(), wanted.devices_per_round or wanted.devices
+    needed = server_class(wanted.method).needs(config).min_devices
+    if in_round < needed:
+        raise ConfigurationError(
+            f"a round has {in_round} devices, but {wanted.method} needs {needed}; use more devices, or more "
+            "devices_per_round"
+        )
 
 
 def _check_shape(wanted: Simulation, data: Dataset) -> None:

@@ -188,7 +188,7 @@ def _privacy(config: RunConfig) -> list[str]:
     if guarantee is None:
         return []
     devices = config.run.min_devices
-    rows = rows_needed(devices, guarantee.mu)
+    rows = rows_needed(devices, config.method_config().device_mu(devices))
     return [f"{guarantee.sentence}; with {devices} devices, about {rows:,} rows a device would do"]
 
 

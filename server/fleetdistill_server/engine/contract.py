@@ -68,6 +68,8 @@ def method_context(config: RunConfig) -> MethodContext:
         proxy_payload=proxy_payload,
         evaluation_file=config.evaluation.data,
         trusted_rows=config.evaluation.trusted_rows,
+        run=config.run.name,
+        class_names=tuple(config.contract.class_names()),
         trainer=Trainer(Hardware.of(device, config.engine)),
     )
 

@@ -325,7 +325,7 @@ class Engine:
     def _needed_devices(self) -> int:
         """Returns how many devices must be present for a round to begin."""
         alone = self._endless and self.method.picks_devices and self._completed() > 0
-        return 1 if alone else self._config.run.min_devices
+        return 1 if alone else max(self._config.run.min_devices, self.method.needs(self.method.config).min_devices)
 
     def _reload_if_changed(self) -> None:
         """Reloads the method's state if the run's checkpoint has changed, for example after a device was forgotten."""

@@ -23,6 +23,7 @@ SERVER_METHODS: Mapping[str, str] = MappingProxyType(
         "cdkt": "cdkt:CDKTServer",
         "classstats": "classstats.server:ClassStatsServer",
         "classstats_private": "classstats_private.server:ClassStatsPrivateServer",
+        "classstats_secure": "classstats_secure:ClassStatsSecureServer",
         "dafkd": "dafkd.server:DaFKDServer",
         "fedavg": "fedavg:FedAvgServer",
         "fedd2s": "fedd2s.server:FedD2SServer",

@@ -39,6 +39,7 @@ class Needs:
         server_reads_inputs: `[model] server` must name a complete model, which reads inputs and not features.
         server_has_device_model: The server has a model of its own as set in `[model] device`, whichever models the
             devices run.
+        min_devices: Fewest devices with which a first round has a result; it waits for them.
     """
 
     same_architecture: bool = False
@@ -47,6 +48,7 @@ class Needs:
     server_proxy_set: bool = False
     server_reads_inputs: bool = False
     server_has_device_model: bool = False
+    min_devices: int = 1
 
 
 __all__ = ["Needs", "ServerMethod"]

@@ -42,6 +42,8 @@ class MethodContext:
         proxy_payload: The proxy set in the form that devices download.
         evaluation_file: Path of the operator's labelled data, as set in `[evaluation] data`; empty if not set.
         trusted_rows: Number of rows per class of the operator's data that are used to screen devices' statistics.
+        run: Name of the run.
+        class_names: Names of the classes in label order.
         trainer: Trains and applies the server's networks; by default on `torch_device` in float32.
     """
 
@@ -55,6 +57,8 @@ class MethodContext:
     proxy_payload: Payload | None = None
     evaluation_file: str = ""
     trusted_rows: int = 5
+    run: str = ""
+    class_names: tuple[str, ...] = ()
     trainer: Trainer = field(default=None)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:

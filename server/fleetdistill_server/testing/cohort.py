@@ -13,18 +13,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from fleetdistill.device.events import DeviceLock, Events
 from fleetdistill.device.private import with_noise
+from fleetdistill.device.secure import ANY_TERMS, SecureSums
 from fleetdistill.errors import CannotAnswer, KnowledgeError, QuorumNotReached, WireError
 from fleetdistill.knowledge import Parts
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod
 from fleetdistill.seeds import derive_seed
+from fleetdistill.state.memory import MemoryStorage
 from fleetdistill.training.model import fingerprint
 from fleetdistill.wire.codec import Payload, decode, encode
+from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.cohort import (
@@ -137,6 +142,7 @@ class FakeCohort:
         self._knowledge_type = np.dtype(knowledge_type)
         self._fingerprints = dict(fingerprints or {})
         self._steps = 0
+        self._sums: dict[str, SecureSums] = {}
         self._in_round = set(members)
 
     async def ask(
@@ -206,12 +212,28 @@ class FakeCohort:
         handle = member.handle if isinstance(member, DeviceMethod) else member
         with torch.random.fork_rng(devices=[]):  # devices must not consume the server's random numbers
             torch.default_generator.manual_seed(seed)
+            ask = Ask(round=self.round, step=step, seed=seed, parts=decode(sent))
             try:
-                answer = handle(Ask(round=self.round, step=step, seed=seed, parts=decode(sent)))
+                answer = handle(ask)
             except (CannotAnswer, WireError) as reason:
                 return None, str(reason)
-        guarantee = member.config.guarantee if isinstance(member, DeviceMethod) else None
-        return answer if guarantee is None or answer is None else with_noise(answer, guarantee), ""
+            if answer is not None and isinstance(member, DeviceMethod) and member.config.guarantee is not None:
+                return self._private(answer, ask, device, member)
+        return answer, ""
+
+    def _private(self, answer: Answer, ask: Ask, device: str, member: DeviceMethod) -> tuple[Answer | None, str]:
+        """Returns a private answer as the device would send it, and the reason if it declines."""
+        if not member.config.sums_securely:
+            return with_noise(answer, member.config.guarantee), ""
+        if device not in self._sums:
+            storage = MemoryStorage(Path(device))
+            events = Events(DeviceLock(lambda event: None), device)
+            self._sums[device] = SecureSums(storage, device, ANY_TERMS, None, events)
+        contract = contract_pb2.Contract(input_shape=member.local.data.first.shape[1:])
+        try:
+            return self._sums[device].answer(answer, ask, contract, member.config), ""
+        except (CannotAnswer, WireError) as reason:
+            return None, str(reason)
 
     async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
         """Sends a payload without requesting knowledge."""

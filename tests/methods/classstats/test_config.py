@@ -59,9 +59,9 @@ def test_classstats_is_one_exchange() -> None:
     [
         (
             {"delta": 1e-6, "rank": 4},
-            'delta: method classstats does not support delta; set method = "classstats_private" in .run., or remove',
+            'delta: method classstats does not support delta; set method = "classstats_private" or method = "classst',
         ),
-        ({"epsilon": 1.0}, 'epsilon: method classstats does not .* method = "classstats_private" or method = "feddkc"'),
+        ({"epsilon": 1.0}, 'epsilon: method classstats does not .* method = "classstats_secure" or method = "feddkc"'),
         ({"dimension": 64}, "dimension: unknown setting"),
     ],
 )

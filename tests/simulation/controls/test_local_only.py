@@ -53,13 +53,16 @@ def test_the_rate_of_a_round_is_the_methods(tmp_path: Path, trainings: list[Trai
     assert [rate for _, rate, _ in trainings] == pytest.approx([0.1, 0.025])
 
 
+KEEPS_OPTIMIZER = ("classstats", "classstats_private", "classstats_secure", "feddkc", "fedd2s")
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_the_optimiser_is_kept_where_the_method_keeps_it(
     method: str, tmp_path: Path, trainings: list[Training]
 ) -> None:
     train_local_only(tmp_path / "work", [True, True], method)
     (first, *_), (second, *_) = trainings
-    assert (first is second) == (method in ("classstats", "classstats_private", "feddkc", "fedd2s"))
+    assert (first is second) == (method in KEEPS_OPTIMIZER)
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if not method.startswith("classstats")])

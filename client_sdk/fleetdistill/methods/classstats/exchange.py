@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -112,8 +112,10 @@ class DeviceStatistics:
         labels: Classes of the device's rows, `[n]`.
         min_samples: Minimum number of rows of a class in `moments`, at least 1.
         rows_per_direction: Minimum degrees of freedom per direction of the sent covariance, at least 1.
+        sending_steps: Steps in which the device sends its statistics, the run's first step first.
     """
 
+    sending_steps: ClassVar[Sequence[str]] = ("summarise",)
     min_samples: int = 1
     rows_per_direction: int = 1
 
@@ -145,6 +147,10 @@ class DeviceStatistics:
     def summarise(self) -> Answer:
         """Returns the answer to the step `summarise`."""
         raise NotImplementedError
+
+    def send(self, step: str) -> Answer:
+        """Returns the answer to one of `sending_steps`."""
+        return self.summarise()
 
     def learn(self, ask: Ask) -> Answer:
         """Stores the fleet's space, and makes both variants from it.

@@ -50,6 +50,10 @@ class ClassStatsPrivateConfig(SpaceConfig):
         """The guarantee of one release."""
         return Guarantee(epsilon=self.epsilon, delta=self.delta, exact=self.exact)
 
+    def device_mu(self, devices: int) -> float:
+        """Returns the Gaussian-DP parameter that one device's statistics have in a merge of so many devices."""
+        return self.guarantee.mu
+
     def dimensions_for(self, input_shape: tuple[int, ...], features: int) -> int:
         """Returns F: all features; `dimensions` has chosen those of the scattering."""
         return features

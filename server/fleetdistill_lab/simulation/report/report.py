@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetdistill.methods.classstats_private.merge import much_noise, other_dimensions, strength
-from fleetdistill.privacy.guarantee import Guarantee
+from fleetdistill.methods.local import LocalTraining
 from fleetdistill.training.figures import Counts
 from fleetdistill_lab.simulation.report.comparison import (
     NAMES,
@@ -79,7 +79,7 @@ def make_report(done: Outcome) -> FleetReport:
         **_upload_counts(done.store, done.run),
         **_protection(done.store, done.run, figures),
         devices=devices,
-        privacy=_privacy(done.config.method_config().guarantee, devices),
+        privacy=_privacy(done.config.method_config(), devices),
         **_accuracies_by_round(done.history, done.controls.alone),
         global_accuracy_by_round=[
             figure.global_accuracy for figure in figures if figure.round.status is RoundStatus.CLOSED
@@ -156,10 +156,13 @@ def _scored(done: Outcome) -> Scored:
     }
 
 
-def _privacy(guarantee: Guarantee | None, devices: Sequence[DeviceReport]) -> PrivacyReport | None:
+def _privacy(config: LocalTraining, devices: Sequence[DeviceReport]) -> PrivacyReport | None:
+    guarantee = config.guarantee
     if guarantee is None:
         return None
-    result = strength(statistics.mean(device.samples for device in devices), [guarantee.mu] * len(devices))
+    result = strength(
+        statistics.mean(device.samples for device in devices), [config.device_mu(len(devices))] * len(devices)
+    )
     return {
         "epsilon": guarantee.epsilon,
         "delta": guarantee.delta,

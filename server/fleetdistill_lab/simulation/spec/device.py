@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill import COLUMNS, Device, Event, Runtime, Server, Splits, TorchModel
+from fleetdistill import COLUMNS, Device, Event, Runtime, SecureTerms, Server, Signer, Splits, TorchModel
 from fleetdistill.clock import Clock
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.knowledge import RECEIVED, RESULT
@@ -53,6 +54,7 @@ class DeviceSpec:
         score_every: Rounds from one score of the device's models on the test set to the next; 0 for no score.
         last_round: Number of the run's last round, which is scored unless `score_every` is 0.
         torch_device: Torch device on which the device trains.
+        signs_keys: Whether the device signs its keys in secure sums.
         top_k: k of the top-k accuracy that is logged beside each score; None for none.
     """
 
@@ -73,6 +75,7 @@ class DeviceSpec:
     last_round: int = 0
     torch_device: str = "cpu"
     top_k: int | None = None
+    signs_keys: bool = False
 
     @property
     def rows(self) -> int:
@@ -148,9 +151,20 @@ def make_device(
         device_id=spec.name,
         allow=COLUMNS,
         on_event=note,
+        secure=SecureTerms(min_devices=3, signer=_signer(spec)) if spec.signs_keys else None,
         deployment=Deployment(export="never", keep_versions=1),  # nothing rolls back a simulated device
         runtime=Runtime(clock=clock),
     )
+
+
+def _signer(spec: DeviceSpec) -> Signer:
+    """Returns the key of a simulated device, endorsed by the simulation's roster key; both follow from the seed."""
+    from fleetdistill.secure.member import endorse
+    from fleetdistill.secure.primitives import verification_key
+
+    roster, key = (hashlib.sha256(f"{name} {spec.seed}".encode()).digest() for name in ("roster", spec.name))
+    endorsement = endorse(roster, spec.name, verification_key(key))
+    return Signer(key=key, endorsement=endorsement, roster_key=verification_key(roster))
 
 
 def _backend(spec: DeviceSpec, compute: MakeCompute | None) -> Mapping[str, Any]:

@@ -184,6 +184,7 @@ def make_specs(
     held_out_files = _save_parts(data, [held_out for _, held_out in parts], work / "validation.npz")
     own_test_files = _slices(work / "test.npz", own_tests or [0] * wanted.devices)
     torch_device = str(pick_torch_device(wanted.torch_device))
+    configuration = wanted.configuration()
     specs = []
     for number, (data_file, validation_file) in enumerate(zip(data_files, held_out_files, strict=True)):
         name = f"device-{number:0{len(str(wanted.devices - 1))}d}"
@@ -206,6 +207,7 @@ def make_specs(
                 last_round=wanted.rounds_to_complete,
                 top_k=wanted.top_k,
                 torch_device=torch_device,
+                signs_keys=configuration.signs_keys,
             )
         )
     return specs

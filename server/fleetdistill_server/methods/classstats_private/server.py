@@ -127,11 +127,11 @@ class ClassStatsPrivateServer(ClassStatsServer):
         """Guard: reports R, with events if accuracy will be far below that without noise, or better with other F."""
         if not kept:
             return
-        mus = [self._mu(parts[device]) for device in kept]
+        mus = self._device_mus(parts, list(kept))
         weighted = sum(float(sums.counts.sum()) for sums, _ in kept.values())
-        rows = max(weighted / sum(weights[device] for device in kept), 0.0)
+        rows = max(weighted / sum(weights[name] for name in kept), 0.0) * len(kept) / len(mus)
         mean_mu, result = math.sqrt(float(np.mean(np.square(mus)))), strength(rows, mus)
-        self._too_few_rows = too_few_rows(rows, len(kept), mean_mu, self.config.epsilon)
+        self._too_few_rows = too_few_rows(rows, len(mus), mean_mu, self.config.epsilon)
         notes.report("strength", round(result, 1))
         if self._too_few_rows is None:
             for warning in much_noise(result):
@@ -139,6 +139,10 @@ class ClassStatsPrivateServer(ClassStatsServer):
             for advice in other_dimensions(result, self.config.features, self.config.dimensions):
                 text = f"{advice}; in a new run the devices release their rows again"
                 notes.event("other-dimensions", text, once=True)
+
+    def _device_mus(self, parts: Mapping[str, Any], kept: Sequence[str]) -> list[float]:
+        """Returns the Gaussian-DP parameter of each device in the merge."""
+        return [self._mu(parts[device]) for device in kept]
 
     def check_merge(self) -> None:
         """Ends the run if the merge is mostly noise. Raises RunError."""

@@ -1,0 +1,531 @@
+"""What a device does in a secure sum: it checks every list of the server, and answers each step at most once.
+
+The server learns the sum over the devices that finish, and no device's part of it. Not yet reviewed by a cryptographer:
+docs/how-to/sum-securely.md says what that means.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fleetdistill.checked import check_type
+from fleetdistill.device.events import Events
+from fleetdistill.errors import ConfigurationError, PeerError, PrivacyBudgetError, SumRefusedError, WireError
+from fleetdistill.state.files import Files
+from fleetdistill.state.privacy_ledger import PrivacyBudget, PrivacyLedger, fingerprint
+from fleetdistill.state.secure_sessions import SecureSession, SecureSessions, Steps
+
+if TYPE_CHECKING:
+    from fleetdistill.knowledge import PrivateRows, SecureMessage
+    from fleetdistill.methods.base import Answer, Ask
+    from fleetdistill.methods.classstats_secure.config import ClassStatsSecureConfig
+    from fleetdistill.secure.member import Member
+    from fleetdistill.secure.session import Parameters
+    from fleetdistill.wire.v1 import contract_pb2
+
+__all__ = ["ANY_TERMS", "SecureSums", "SecureTerms", "Signer"]
+
+FORGET_AFTER_SECONDS = 7 * 86_400.0
+"""A sum that has not ended by then is forgotten: its root and its input are erased."""
+_KEY_BYTES, _SIGNATURE_BYTES = 32, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signer:
+    """The device's signing key, and who vouches for it.
+
+    `fleetdistill.secure.member.endorse` makes an endorsement, where devices are provisioned.
+
+    Attributes:
+        key: Secret Ed25519 key of the device, 32 bytes; the app keeps it as its other secrets.
+        endorsement: Signature of the roster's key over the device's id and public key, 64 bytes.
+        roster_key: Public Ed25519 key of the roster, 32 bytes, which the app is built with. Its secret half must not be
+            the server's: whoever has it can invent devices.
+
+    Raises:
+        ConfigurationError: A value has the wrong type or length.
+    """
+
+    key: bytes
+    endorsement: bytes
+    roster_key: bytes
+
+    def __post_init__(self) -> None:
+        for name, size in {"key": _KEY_BYTES, "endorsement": _SIGNATURE_BYTES, "roster_key": _KEY_BYTES}.items():
+            value = getattr(self, name)
+            check_type(name, value, bytes, f"{size} bytes")
+            if len(value) != size:
+                raise ConfigurationError(f"{name} has {len(value)} bytes, expected {size}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecureTerms:
+    """On which terms a device takes part in secure sums. With them, it sends class statistics only masked.
+
+        Device(secure=SecureTerms(min_devices=10), ...)
+
+    Attributes:
+        min_devices: Fewest devices in a sum, at least 3.
+        colluders: Fewest devices that the sum must allow to send no noise or to work with the server, at least 0.
+        signer: The device's key. With it the device takes part only in sums whose devices have all signed, and in which
+            the server cannot invent devices; without it, in sums that trust the server's word.
+
+    Raises:
+        ConfigurationError: A value is out of range.
+    """
+
+    min_devices: int = 4
+    colluders: int = 0
+    signer: Signer | None = None
+
+    def __post_init__(self) -> None:
+        for name, lowest in {"min_devices": 3, "colluders": 0}.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+                raise ConfigurationError(f"{name} must be a whole number of at least {lowest}, got {value!r}")
+        if self.signer is not None:
+            check_type("signer", self.signer, Signer, "a fleetdistill.Signer")
+
+
+ANY_TERMS = SecureTerms(min_devices=3)
+"""Terms of a device whose app sets none; it may then take part in other runs, too."""
+
+
+def check_secure(contract: contract_pb2.Contract, *, required: bool) -> None:
+    """Raises ConfigurationError for a run without secure sums that `required`s them, or without what they need."""
+    from fleetdistill.methods import config_of_contract
+
+    if config_of_contract(contract).sums_securely:
+        import fleetdistill.secure.primitives  # needs the package cryptography  # noqa: F401
+    elif required:
+        raise ConfigurationError(
+            f"run {contract.run!r} has no secure sums, but Device(secure=...) is set: this device takes part in secure "
+            "sums only; ask the operator for a run of method classstats_secure, or leave the argument out"
+        )
+
+
+class SecureSums:
+    """Answers the steps of secure sums.
+
+    Args:
+        files: The state directory, with the open sum and the privacy ledger.
+        device: Id of the device.
+        terms: The app's terms.
+        budget: The app's privacy budget; None for the run's epsilon and delta.
+        events: Emits events to the app.
+        now: Returns Unix seconds.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        device: str,
+        terms: SecureTerms,
+        budget: PrivacyBudget | None,
+        events: Events,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._files = files
+        self._sessions = SecureSessions(files)
+        self._device = device
+        self._terms = terms
+        self._budget = budget
+        self._events = events
+        self._now = now
+
+    def forget_expired(self) -> None:
+        """Ends a sum that began more than seven days ago."""
+        session = self._sessions.open()
+        if session is not None and self._now() - session.began > FORGET_AFTER_SECONDS:
+            self._sessions.end(session, "expired")
+
+    def _learn(self, ask: Ask) -> None:
+        """Ends the open sum if the class space's plan says that it contains this device."""
+        from fleetdistill.knowledge import Plan
+        from fleetdistill.methods.classstats_secure.exchange import INPUT
+
+        session = self._sessions.open()
+        if (
+            ask.part("plan", Plan).values.get("counted") is True
+            and session is not None
+            and INPUT in self._sessions.steps(session).digests
+        ):
+            self._sessions.end(session, "counted")
+
+    def answer(
+        self, answer: Answer, ask: Ask, contract: contract_pb2.Contract, config: ClassStatsSecureConfig
+    ) -> Answer:
+        """Returns the answer to a step of a sum.
+
+        Args:
+            answer: Of the method; that of the first step has the rows.
+            ask: The ask.
+            contract: The run's contract.
+            config: The method's configuration in the contract.
+
+        Raises:
+            SumRefusedError: The device refuses the step.
+            PrivacyBudgetError: The sum would exceed the privacy budget.
+            WireError: The server's message is not valid.
+            StateError: The state directory is damaged.
+        """
+        from fleetdistill.knowledge import PrivateRows, SecureMessage
+        from fleetdistill.methods.classstats_secure.exchange import KEYS, STEPS
+        from fleetdistill.wire.codec import encode
+
+        if ask.step not in STEPS:
+            self._learn(ask)
+            return replace(answer, samples=1)
+        message = ask.part("session", SecureMessage)
+        if ask.step == KEYS:
+            rows = answer.parts.get("statistics")
+            if not isinstance(rows, PrivateRows):
+                raise ConfigurationError("the method gives no rows for a secure sum; nothing is sent")
+            session = self._join(message, ask, rows, contract, config)
+        else:
+            session = self._current(ask)
+        steps = self._sessions.steps(session)
+        asked = encode({"session": message}).sha256.hex()
+        self._check_step(ask.step, asked, session, steps, signed=config.signs_keys)
+        parts, lists = self._part(ask.step, message, session, steps)
+        sent = encode(parts).sha256.hex()
+        if ask.step not in steps.digests:
+            self._sessions.record(steps.after(ask.step, asked, sent, **lists))
+        elif steps.digests[ask.step] != (asked, sent):
+            raise SumRefusedError("this device cannot repeat its answer to a step of the sum")
+        return replace(answer, parts=parts, samples=1)
+
+    # --- the first step: consent, noise, ledger
+
+    def _join(
+        self,
+        message: SecureMessage,
+        ask: Ask,
+        rows: PrivateRows,
+        contract: contract_pb2.Contract,
+        config: ClassStatsSecureConfig,
+    ) -> SecureSession:
+        """Returns the session of a sum; freezes its input if it is new."""
+        from fleetdistill.secure.session import Parameters, session_id
+
+        if len(message.nonce) != _KEY_BYTES:
+            raise WireError(f"the nonce of a secure sum has {len(message.nonce)} bytes, expected {_KEY_BYTES}")
+        parameters = Parameters.unpack(message.parameters)
+        self._check_terms(parameters, rows, config)
+        sid = session_id(
+            contract.run, ask.round, 1, message.nonce, contract_digest(contract, config.features), message.parameters
+        )
+        session = self._sessions.open()
+        if session is None or session.sid != sid:
+            if self._sessions.outcome_of(sid) is not None:
+                raise SumRefusedError("this sum has ended for this device")
+            session = self._freeze(sid, parameters, ask.round, rows, contract.run, config)
+        self._charge(session, config)
+        return session
+
+    def _check_terms(self, parameters: Parameters, rows: PrivateRows, config: ClassStatsSecureConfig) -> None:
+        terms = self._terms
+        expected = config.parameters(rows.classes, rows.rows.shape[1], least=parameters.least, honest=parameters.honest)
+        if parameters != expected:
+            raise SumRefusedError("the parameters of the sum are not those of the run")
+        if parameters.least < (fewest := max(terms.min_devices, config.min_in_sum)):
+            raise SumRefusedError(
+                f"this device takes part in sums of at least {fewest} devices, this one may have {parameters.least}"
+            )
+        colluders = max(terms.colluders, config.colluders_of(parameters.least))
+        if parameters.honest > max(1, parameters.least - colluders):
+            raise SumRefusedError(
+                f"the sum counts on the noise of {parameters.honest} of {parameters.least} devices; this device "
+                f"requires that {colluders} may add none"
+            )
+        if config.signs_keys and terms.signer is None:
+            raise SumRefusedError("the sum needs signed keys, and this device has no SecureTerms(signer=...)")
+        if terms.signer is not None and not config.signs_keys:
+            raise SumRefusedError("this device takes part in sums with signed keys only")
+
+    def _freeze(
+        self,
+        sid: bytes,
+        parameters: Parameters,
+        round: int,
+        rows: PrivateRows,
+        run: str,
+        config: ClassStatsSecureConfig,
+    ) -> SecureSession:
+        """Draws the noise and stores the input, durably; nothing of it may leave before `_charge`."""
+        from fleetdistill.methods.classstats_private.sums import unit_rows
+        from fleetdistill.methods.classstats_secure.encoding import exact_numbers, unit_rows_on_grid
+        from fleetdistill.methods.classstats_secure.noise import noise_vector
+        from fleetdistill.secure.primitives import to_bytes, wrap
+
+        units_nf = unit_rows_on_grid(unit_rows(rows.rows), parameters.grid_bits)
+        content = fingerprint(
+            u.tobytes() + int(c).to_bytes(8, "little") for u, c in zip(units_nf, rows.labels, strict=True)
+        )
+        earlier = self._sessions.unfinished()
+        # With unsigned keys, the server's word that the earlier sum was not finished is believed.
+        believed = earlier is not None and not config.signs_keys and (earlier.run, earlier.rows) == (run, content)
+        sums = exact_numbers(units_nf, rows.labels, rows.classes, parameters.count_bits)
+        width = parameters.width
+        session = SecureSession(
+            sid=sid,
+            run=run,
+            round=round,
+            root=secrets.token_bytes(32),
+            numbers=to_bytes(wrap(sums + noise_vector(parameters), width), width),
+            parameters=parameters.pack(),
+            rows=content,
+            paid_round=earlier.paid_round if earlier is not None and believed else round,
+            began=self._now(),
+        )
+        self._sessions.begin(session)
+        return session
+
+    def _charge(self, session: SecureSession, config: ClassStatsSecureConfig) -> None:
+        """Records a sum in the privacy ledger, unless it is there. Raises PrivacyBudgetError after destroying it."""
+        ledger, key = PrivacyLedger(self._files), (session.run, session.paid_round, session.rows)
+        if any((release.run, release.round, release.rows) == key for release in ledger.releases):
+            return
+        wanted = config.guarantee
+        most = self._budget or PrivacyBudget(wanted.epsilon, wanted.delta)
+        try:
+            recorded = ledger.record(
+                run=session.run,
+                round=session.paid_round,
+                mu=wanted.mu,
+                exact=True,
+                rows=session.rows,
+                most=most,
+                time=self._now(),
+            )
+        except PrivacyBudgetError:
+            self._sessions.discard()
+            raise
+        self._events.emit_released(session.round, wanted, recorded.epsilon, most)
+
+    # --- later steps
+
+    def _current(self, ask: Ask) -> SecureSession:
+        session = self._sessions.open()
+        if session is None or session.round != ask.round:
+            raise SumRefusedError("this device has no open sum of this round")
+        return session
+
+    def _check_step(self, step: str, asked: str, session: SecureSession, steps: Steps, *, signed: bool) -> None:
+        """Checks that a step is the next one, or the same ask again; otherwise the sum ends for this device."""
+        from fleetdistill.methods.classstats_secure.exchange import CHECK, STEPS
+
+        if step in steps.digests:
+            if steps.digests[step][0] != asked:
+                self._sessions.end(session, "conflict")
+                text = "this sum was answered with another list"
+                self._events.emit("secure-conflict", session.round, f"round {session.round}, step {step!r}: {text}")
+                raise SumRefusedError(text)
+            return
+        order = [name for name in STEPS if signed or name != CHECK]
+        if step not in order or order.index(step) != len(steps.digests):
+            raise SumRefusedError("the steps of a sum go forward only, one by one")
+
+    def _part(
+        self, step: str, message: SecureMessage, session: SecureSession, steps: Steps
+    ) -> tuple[Mapping[str, SecureMessage], Mapping[str, Any]]:
+        """Returns the answer to a step, and the lists of its ask that later steps need."""
+        from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK
+
+        part = _Part(session, steps, self._device, self._terms.signer)
+        makers = {
+            KEYS: part.keys,
+            SHARES: part.shares,
+            INPUT: part.masked_input,
+            CHECK: part.signature,
+            UNMASK: part.unmask,
+        }
+        try:
+            return makers[step](message)
+        except PeerError as error:
+            name = part.device_at(error.index)
+            raise SumRefusedError(f"what device {name!r} sent in this sum cannot be used: {error}") from error
+
+
+class _Part:
+    """A device's answers in one sum, functions of its session, of the earlier lists and of one message."""
+
+    def __init__(self, session: SecureSession, steps: Steps, device: str, signer: Signer | None) -> None:
+        from fleetdistill.secure.member import Member
+        from fleetdistill.secure.primitives import from_bytes
+        from fleetdistill.secure.session import Parameters
+
+        self._session, self._steps, self._device, self._signer = session, steps, device, signer
+        self._parameters = Parameters.unpack(session.parameters)
+        width = self._parameters.width
+        identity = None if signer is None else signer.key
+        self._member: Member = Member(
+            session.root, from_bytes(session.numbers, width), session.sid, width, identity=identity
+        )
+
+    def device_at(self, index: int) -> str:
+        """Returns the id of a device of the sum."""
+        return self._steps.devices[index] if index < len(self._steps.devices) else str(index)
+
+    def keys(self, message: SecureMessage) -> tuple[Mapping[str, SecureMessage], Mapping[str, Any]]:
+        """Step 1: public keys and the commitment."""
+        entry = self._member.keys_entry(self._device)
+        return _reply("keys", entry + (b"" if self._signer is None else self._signer.endorsement)), {}
+
+    def shares(self, message: SecureMessage) -> tuple[Mapping[str, SecureMessage], Mapping[str, Any]]:
+        """Step 2: checks all devices' keys, and seals a pair of shares for each of them."""
+        from fleetdistill.secure.session import Roster
+
+        devices = tuple(entry.device for entry in message.entries)
+        entries = tuple(entry.keys for entry in message.entries)
+        if [entry.index for entry in message.entries] != list(range(len(devices))):
+            raise WireError("the devices of a sum are not numbered from 0")
+        self._check_count("keys", len(devices))
+        if len(devices) > self._parameters.most:
+            raise SumRefusedError(f"the sum has {len(devices)} devices, at most {self._parameters.most} are allowed")
+        if self._device not in devices or entries[devices.index(self._device)] != self._member.keys_entry(self._device):
+            raise SumRefusedError("the server's list does not have this device's own keys")
+        roster = Roster(self._session.sid, devices, entries)
+        if roster.digest != message.roster:
+            raise SumRefusedError("the digest of the server's list is wrong")
+        if self._signer is not None:
+            self._check_signed(message, self._signer)
+        self._steps = replace(self._steps, devices=devices, entries=entries, roster=roster.digest)
+        boxes = self._member.boxes(self._index, self._others, roster.digest, self._threshold)
+        lists = {"devices": devices, "entries": entries, "roster": roster.digest}
+        return _reply("boxes", *(boxes[index] for index in sorted(boxes))), lists
+
+    def _check_signed(self, message: SecureMessage, signer: Signer) -> None:
+        from fleetdistill.secure.member import is_endorsed, verify_keys_entry
+
+        for entry in message.entries:
+            if not is_endorsed(signer.roster_key, entry.device, entry.keys[100:132], entry.endorsement):
+                raise SumRefusedError(f"the key of device {entry.device!r} is not endorsed by the roster's key")
+            if not verify_keys_entry(entry.keys, self._session.sid, entry.device):
+                raise SumRefusedError(f"device {entry.device!r} has not signed its keys")
+
+    def masked_input(self, message: SecureMessage) -> tuple[Mapping[str, SecureMessage], Mapping[str, Any]]:
+        """Step 3: opens all boxes, and masks the input for the devices that sent boxes."""
+        from fleetdistill.methods.classstats_secure.exchange import INPUT
+        from fleetdistill.secure.primitives import to_bytes
+
+        shared = self._members(message)
+        self._check_count("shares", len(shared))
+        if self._index not in shared or len(shared) < self._threshold:
+            raise SumRefusedError("too few devices sent shares, or this device is not among them")
+        senders = sorted(shared - {self._index})
+        sent = message.boxes
+        if sent is None or sent.shape[0] != len(senders):
+            raise WireError("the boxes for this device are not those of the devices that sent shares")
+        boxes = {index: row.tobytes() for index, row in zip(senders, sent, strict=True)}
+        numbers = self._member.masked_numbers(self._index, self._others, self._steps.roster, boxes)
+        lists = {"boxes": boxes, "members": {**self._steps.members, INPUT: message.members}}
+        return _reply("numbers", to_bytes(numbers, self._parameters.width)), lists
+
+    def signature(self, message: SecureMessage) -> tuple[Mapping[str, SecureMessage], Mapping[str, Any]]:
+        """Step 4, with signed keys: signs the list of the devices whose inputs are in the sum."""
+        from fleetdistill.methods.classstats_secure.exchange import CHECK
+
+        signed = self._member.sign(self._survivors_message(self._check_survivors(message)))
+        return _reply("signature", signed), {"members": {**self._steps.members, CHECK: message.members}}
+
+    def unmask(self, message: SecureMessage) -> tuple[Mapping[str, SecureMessage], Mapping[str, Any]]:
+        """Step 5: gives one share for each device that sent boxes, never both of one device."""
+        from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT
+
+        survivors = self._check_survivors(message)
+        if self._signer is not None:
+            if message.members != self._steps.members[CHECK]:
+                raise SumRefusedError("the devices of the sum are not those that this device has signed")
+            self._check_signatures(message, survivors)
+        shared = self._unpacked(self._steps.members[INPUT])
+        shares = self._member.unmasking_shares(
+            self._index, self._others, self._steps.roster, self._threshold, dict(self._steps.boxes), survivors
+        )
+        return _reply("shares", *(shares[index] for index in sorted(shared))), {}
+
+    def _check_survivors(self, message: SecureMessage) -> frozenset[int]:
+        from fleetdistill.methods.classstats_secure.exchange import INPUT
+
+        survivors = self._members(message)
+        self._check_count("inputs", len(survivors))
+        if not survivors <= self._unpacked(self._steps.members[INPUT]) or self._index not in survivors:
+            raise SumRefusedError("the devices of the sum are not among those that sent shares, or this one is missing")
+        return survivors
+
+    def _check_signatures(self, message: SecureMessage, survivors: frozenset[int]) -> None:
+        from fleetdistill.secure.primitives import verify_signature
+
+        text = self._survivors_message(survivors)
+        valid = {
+            entry.index
+            for entry in message.entries
+            if entry.index in survivors
+            and verify_signature(self._steps.entries[entry.index][100:132], text, entry.signature)
+        }
+        if len(valid) < self._threshold:
+            raise SumRefusedError(
+                f"{len(valid)} devices have signed the same list as this device, {self._threshold} are needed"
+            )
+
+    def _survivors_message(self, survivors: frozenset[int]) -> bytes:
+        from fleetdistill.methods.classstats_secure.exchange import INPUT
+        from fleetdistill.secure.session import survivors_message
+
+        shared = self._unpacked(self._steps.members[INPUT])
+        return survivors_message(self._session.sid, self._steps.roster, len(self._steps.devices), shared, survivors)
+
+    def _members(self, message: SecureMessage) -> frozenset[int]:
+        return self._unpacked(message.members)
+
+    def _unpacked(self, members: bytes) -> frozenset[int]:
+        from fleetdistill.secure.session import unpack_members
+
+        return unpack_members(members, len(self._steps.devices))
+
+    def _check_count(self, what: str, count: int) -> None:
+        if count < self._parameters.least:
+            raise SumRefusedError(f"only {count} devices sent {what}, the sum needs {self._parameters.least}")
+
+    @property
+    def _index(self) -> int:
+        return self._steps.devices.index(self._device)
+
+    @property
+    def _others(self) -> dict[int, bytes]:
+        return {index: entry for index, entry in enumerate(self._steps.entries) if index != self._index}
+
+    @property
+    def _threshold(self) -> int:
+        from fleetdistill.secure.session import session_threshold
+
+        return session_threshold(len(self._steps.devices), self._parameters.degree)
+
+
+def _reply(name: str, *rows: bytes) -> Mapping[str, SecureMessage]:
+    """Returns an answer with one tensor, of one axis for a single row of keys, numbers or a signature, else of two."""
+    from fleetdistill.knowledge import SecureMessage
+
+    array = np.frombuffer(b"".join(rows), np.uint8)
+    shaped = array.reshape(len(rows), -1) if name in ("boxes", "shares") else array
+    fields: dict[str, Any] = {name: shaped}
+    return {name: SecureMessage(**fields)}
+
+
+def contract_digest(contract: contract_pb2.Contract, features: str) -> bytes:
+    """Returns the digest of what the summed numbers mean: classes, inputs and the extractor with its weights."""
+    from fleetdistill.methods.classstats_secure.exchange import statistics_digest
+
+    return statistics_digest(
+        list(contract.classes),
+        list(contract.input_shape),
+        features,
+        contract.extractor_fingerprint,
+        contract.initial_weights,
+    )

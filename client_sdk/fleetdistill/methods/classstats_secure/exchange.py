@@ -1,0 +1,46 @@
+"""A device's steps of a secure sum, with and without PyTorch."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from fleetdistill.methods.base import Answer
+from fleetdistill.methods.classstats_private.exchange import PrivateStatistics
+
+KEYS, SHARES, INPUT, CHECK, UNMASK = "secure_keys", "secure_shares", "secure_input", "secure_check", "secure_unmask"
+STEPS = (KEYS, SHARES, INPUT, CHECK, UNMASK)
+"""Steps of a sum in their order; `secure_check` is only in sums with signed keys."""
+
+_FEATURES_VERSION = "1"
+"""Version of the public features; increased when the scattering or its whitening changes."""
+
+
+class SecureStatistics(PrivateStatistics):
+    """Statistics that leave the device only under a mask."""
+
+    sending_steps = STEPS
+
+    def send(self, step: str) -> Answer:
+        """Returns all rows in the first step, and nothing in the others, which the device answers from its session."""
+        return self.summarise() if step == KEYS else Answer(parts={}, samples=len(self.labels))
+
+
+def statistics_digest(
+    classes: Sequence[str], input_shape: Sequence[int], features: str, extractor: str, weights: bytes
+) -> bytes:
+    """Returns the digest of what summed numbers mean, 32 bytes; devices with another one are in another sum.
+
+    Args:
+        classes: Names of the classes in label order.
+        input_shape: Shape of one input.
+        features: `scattering` or `model`.
+        extractor: Fingerprint of the run's extractor, hexadecimal; empty with scattering.
+        weights: Digest of the extractor's weights; empty with scattering.
+    """
+    from fleetdistill.secure.primitives import sha256, tag
+
+    texts = [_FEATURES_VERSION, features, extractor, *classes]
+    encoded = b"".join(struct.pack("<I", len(text.encode())) + text.encode() for text in texts)
+    shape = struct.pack(f"<I{len(input_shape)}I", len(input_shape), *input_shape)
+    return sha256(tag("contract"), shape, struct.pack("<I", len(weights)), weights, encoded)

@@ -1,0 +1,224 @@
+"""The secure sum in which a device takes part: frozen before anything leaves, and erased at its end.
+
+Everything that the device sends in a sum is a function of these files and of the asks, so a crash at any time, or a
+repeated ask, gives the same bytes; a mask never covers two inputs, because root and input live and die in one file.
+
+    secure.json         run, round, root of all secrets, encoded input with its noise, and parameters of the open sum
+    secure_steps.json   for each answered step the digests of ask and answer, and the lists that later steps need
+    secure_ended.json   one entry for each of the last sums that have ended: its id, outcome and digests
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from fleetdistill.errors import StateError
+from fleetdistill.state import failpoints
+from fleetdistill.state.files import Files
+from fleetdistill.state.format import damaged_error, json_object, sealed_json
+
+__all__ = ["ENDED", "STEPS", "SecureSession", "SecureSessions", "Steps"]
+
+SESSION, STEPS, ENDED = "secure.json", "secure_steps.json", "secure_ended.json"
+NOT_COUNTED = "not counted"
+"""Outcome of a sum that the server says was not finished."""
+_KEPT = 100
+"""Number of ended sums that are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecureSession:
+    """The device's part of one sum.
+
+    Attributes:
+        sid: Id of the sum, 32 bytes.
+        run: Run of the sum.
+        round: Round of the sum.
+        root: Root of the device's secrets, 32 bytes of the operating system.
+        numbers: Encoded input with its noise, the numbers as bytes.
+        parameters: The sum's parameters, 44 bytes.
+        rows: Fingerprint of the rows, as in the privacy ledger.
+        paid_round: Round of the release in the privacy ledger that this sum belongs to: its own, or that of an earlier
+            sum which was not finished.
+        began: Unix time in seconds.
+    """
+
+    sid: bytes
+    run: str
+    round: int
+    root: bytes
+    numbers: bytes
+    parameters: bytes
+    rows: str
+    paid_round: int
+    began: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """The answered steps of a sum.
+
+    Attributes:
+        sid: Id of the sum.
+        digests: SHA-256 of ask and answer, hexadecimal, by step in the order of the answers.
+        devices: Ids of the sum's devices by index; empty before step `secure_shares`.
+        entries: The devices' keys by index.
+        roster: Digest of the entries.
+        boxes: Boxes for this device by index of the sender.
+        members: Bitmaps of the devices by step.
+    """
+
+    sid: bytes
+    digests: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
+    entries: tuple[bytes, ...] = ()
+    roster: bytes = b""
+    boxes: Mapping[int, bytes] = field(default_factory=dict)
+    members: Mapping[str, bytes] = field(default_factory=dict)
+
+    def after(self, step: str, ask: str, answer: str, **lists: Any) -> Steps:
+        """Returns the steps with one more, whose digests are `ask` and `answer`, and with the lists of its ask."""
+        return replace(self, digests={**self.digests, step: (ask, answer)}, **lists)
+
+
+class SecureSessions:
+    """Stores the open sum of a state directory.
+
+    Args:
+        files: The state directory.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def open(self) -> SecureSession | None:
+        """Returns the open sum, or None. Completes an end that a crash has interrupted.
+
+        Raises:
+            StateError: A file is damaged.
+        """
+        session = self._stored()
+        outcome = None if session is None else self.outcome_of(session.sid)
+        if outcome is not None and outcome != NOT_COUNTED:
+            self._wipe()
+        return session if outcome is None else None
+
+    def unfinished(self) -> SecureSession | None:
+        """Returns the stored sum if it is open or ended as not counted, or None."""
+        self.open()
+        return self._stored()
+
+    def _stored(self) -> SecureSession | None:
+        saved = self._load(SESSION)
+        if saved is None:
+            return None
+        session: SecureSession = self._of(SESSION, lambda: _session_of(saved))
+        return session
+
+    def begin(self, session: SecureSession) -> None:
+        """Stores a new sum durably, in place of an unfinished one, which ends as not counted."""
+        if (earlier := self.open()) is not None:
+            self._note_end(earlier, NOT_COUNTED)
+        content = asdict(session)
+        for name in ("sid", "root", "parameters"):
+            content[name] = content[name].hex()
+        content["numbers"] = base64.b64encode(session.numbers).decode()
+        failpoints.hit("device.secure.before-freeze")
+        self._files.save(SESSION, sealed_json(content), mode=0o600)
+        failpoints.hit("device.secure.after-freeze")
+
+    def steps(self, session: SecureSession) -> Steps:
+        """Returns the answered steps of a sum.
+
+        Raises:
+            StateError: The file is damaged.
+        """
+        saved = self._load(STEPS)
+        if saved is None or saved.get("sid") != session.sid.hex():
+            return Steps(sid=session.sid)
+        steps: Steps = self._of(STEPS, lambda: _steps_of(saved))
+        return steps
+
+    def record(self, steps: Steps) -> None:
+        """Stores the answered steps durably; called before the last of the answers may leave."""
+        content = {
+            "sid": steps.sid.hex(),
+            "digests": {step: list(pair) for step, pair in steps.digests.items()},
+            "devices": list(steps.devices),
+            "entries": [entry.hex() for entry in steps.entries],
+            "roster": steps.roster.hex(),
+            "boxes": {str(index): box.hex() for index, box in steps.boxes.items()},
+            "members": {step: members.hex() for step, members in steps.members.items()},
+        }
+        self._files.save(STEPS, sealed_json(content), mode=0o600)
+        failpoints.hit("device.secure.after-step")
+
+    def end(self, session: SecureSession, outcome: str) -> None:
+        """Ends a sum: keeps its id, digests and outcome, and destroys its root and its input."""
+        self._note_end(session, outcome)
+        failpoints.hit("device.secure.after-end")
+        self._wipe()
+
+    def discard(self) -> None:
+        """Destroys a sum in which nothing was sent."""
+        self._wipe()
+
+    def _note_end(self, session: SecureSession, outcome: str) -> None:
+        digests = {step: list(pair) for step, pair in self.steps(session).digests.items()}
+        if not digests:  # nothing was sent in this sum
+            return
+        entry = {"sid": session.sid.hex(), "round": session.round, "outcome": outcome, "digests": digests}
+        self._files.save(ENDED, sealed_json({"sums": [*self._ended(), entry][-_KEPT:]}), mode=0o600)
+
+    def outcome_of(self, sid: bytes) -> str | None:
+        """Returns how a sum has ended for this device; None if it has not."""
+        return next((entry["outcome"] for entry in self._ended() if entry.get("sid") == sid.hex()), None)
+
+    def _ended(self) -> list[dict[str, Any]]:
+        saved = self._load(ENDED)
+        return [] if saved is None else list(saved.get("sums", []))
+
+    def _wipe(self) -> None:
+        for name in (STEPS, SESSION):
+            self._files.wipe(name)
+
+    def _load(self, name: str) -> dict[str, Any] | None:
+        data = self._files.load(name)
+        return None if data is None else json_object(self._files.directory / name, data)
+
+    def _of(self, name: str, read: Any) -> Any:
+        try:
+            return read()
+        except StateError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise damaged_error(self._files.directory / name, error) from error
+
+
+def _session_of(saved: Mapping[str, Any]) -> SecureSession:
+    return SecureSession(
+        sid=bytes.fromhex(saved["sid"]),
+        run=str(saved["run"]),
+        round=int(saved["round"]),
+        root=bytes.fromhex(saved["root"]),
+        numbers=base64.b64decode(saved["numbers"], validate=True),
+        parameters=bytes.fromhex(saved["parameters"]),
+        rows=str(saved["rows"]),
+        paid_round=int(saved["paid_round"]),
+        began=float(saved["began"]),
+    )
+
+
+def _steps_of(saved: Mapping[str, Any]) -> Steps:
+    return Steps(
+        sid=bytes.fromhex(saved["sid"]),
+        digests={step: (pair[0], pair[1]) for step, pair in saved["digests"].items()},
+        devices=tuple(saved["devices"]),
+        entries=tuple(bytes.fromhex(entry) for entry in saved["entries"]),
+        roster=bytes.fromhex(saved["roster"]),
+        boxes={int(index): bytes.fromhex(box) for index, box in saved["boxes"].items()},
+        members={step: bytes.fromhex(members) for step, members in saved["members"].items()},
+    )

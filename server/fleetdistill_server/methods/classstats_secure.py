@@ -1,0 +1,252 @@
+"""Server half of class statistics by secure sums: it learns the sum of devices' noisy statistics, not one device's.
+
+docs/reference/methods/classstats_secure.md describes the sum and who has to be trusted for what. Not yet reviewed by a
+cryptographer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleetdistill.errors import QuorumNotReached, SecureSumError
+from fleetdistill.knowledge import SecureMessage
+from fleetdistill.knowledge.secure import BOX_BYTES, KEYS_BYTES, SHARE_BYTES, SIGNATURE_BYTES, SIGNED_KEYS_BYTES
+from fleetdistill.methods.classstats_private.sums import RowSums, to_wire
+from fleetdistill.methods.classstats_secure.config import MIN_IN_SUM, ClassStatsSecureConfig
+from fleetdistill.methods.classstats_secure.encoding import decode, moments_of_sums
+from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK, statistics_digest
+from fleetdistill.methods.classstats_secure.noise import check_noise, local_variances, noise_bound
+from fleetdistill.secure.primitives import lift
+from fleetdistill.secure.session import PRIVATE, Parameters, session_threshold
+from fleetdistill.training.model import fingerprint
+from fleetdistill.wire.codec import encode
+from fleetdistill_server.methods.base import Needs
+from fleetdistill_server.methods.classstats.merge import Merged, MergeRules
+from fleetdistill_server.methods.classstats_private.server import ClassStatsPrivateServer
+from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes, PayloadFor
+from fleetdistill_server.methods.secure.secure_sum import SecureSum, SumSession
+from fleetdistill_server.methods.traffic import Exchange, Sizes
+
+DEVICES_IN_TABLE = 10
+"""Devices of a sum for which tables show bytes."""
+
+
+class ClassStatsSecureServer(ClassStatsPrivateServer):
+    """Stores the sums, and the class space of their merge. A sum is one part of the merge, with its own noise."""
+
+    config: ClassStatsSecureConfig
+    summary = "sums that hide each device's part, one noise for all"
+    recommended = (
+        "where rows must stay private against the server and ten or more devices can be asked at once: the same "
+        "guarantee as classstats_private with less noise, because the sum carries it once. Its limits: five short "
+        "asks, grey images or an extractor of at most 128 outputs, no look at single devices. Not yet reviewed by a "
+        "cryptographer. docs/reference/methods/ has the figures"
+    )
+
+    def __init__(self, config: ClassStatsSecureConfig, context: Any) -> None:
+        super().__init__(config, context)
+        self._members: dict[str, str] = {}  # the sum that contains a device
+        most = config.max_in_sum
+        check_noise(config.parameters(context.classes, self.fixed.dimensions, least=most, honest=most))
+
+    # --- declarations
+
+    @classmethod
+    def needs(cls, config: Any) -> Needs:
+        """Requires the devices of a first sum, and a common extractor if the run names one."""
+        return replace(super().needs(config), min_devices=max(MIN_IN_SUM, config.min_in_sum))
+
+    @classmethod
+    def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
+        """Returns the five asks of a sum of ten devices, and the lesson."""
+        *_, learn = super().exchanges(config, sizes)
+        dimensions, devices, most = cls.dimensions(config, sizes), DEVICES_IN_TABLE, config.max_in_sum
+        block = config.parameters(sizes.classes, dimensions, least=MIN_IN_SUM, honest=1)
+        numbers, keys = (block.numbers * block.width,), SIGNED_KEYS_BYTES if config.signs_keys else KEYS_BYTES
+        schema = SecureMessage.schema
+        check = Exchange(step=CHECK, up={"signature": schema("signature", (SIGNATURE_BYTES,))}, end=1)
+        boxes = schema("boxes", (devices - 1, BOX_BYTES), most=most)
+        return [
+            Exchange(step=KEYS, up={"keys": schema("keys", (keys,))}, end=1),
+            Exchange(step=SHARES, up={"boxes": boxes}, end=1),
+            Exchange(
+                step=INPUT,
+                down={"session": boxes},
+                up={"numbers": schema("numbers", numbers, features=sizes.cuts)},
+                end=1,
+            ),
+            *([check] if config.signs_keys else []),
+            Exchange(step=UNMASK, up={"shares": schema("shares", (devices, SHARE_BYTES), most=most)}, end=1),
+            learn,
+        ]
+
+    # --- rounds
+
+    async def _collect_statistics(self, cohort: Cohort, asked: Sequence[str]) -> None:
+        """Makes a sum of the devices that are in none yet, if they are enough; the others wait for company.
+
+        A first sum that fails makes the round short; later, the other devices get the class space without it.
+        """
+        lacking = [device for device in asked if device not in self._members and self.deliveries.is_askable(device)]
+        lacking = lacking[: self.config.max_in_sum]
+        needed = self._needed(len(lacking))
+        try:
+            if len(lacking) < needed:
+                raise QuorumNotReached(KEYS, len(lacking), needed)
+            await self._sum(cohort, lacking)
+        except (QuorumNotReached, SecureSumError) as error:
+            if lacking and self._parts and len(lacking) < needed:
+                text = f"{len(lacking)} new devices wait for a sum of at least {needed}"
+                cohort.event("waiting-for-batch", text, once=True)
+            elif lacking:
+                cohort.event(
+                    "secure-sum-failed", f"no sum of {len(lacking)} devices: {error}; nothing of them is known"
+                )
+            if not self._parts:
+                raise error if isinstance(error, QuorumNotReached) else QuorumNotReached(UNMASK, 0, needed) from error
+
+    def _needed(self, asked: int) -> int:
+        return max(MIN_IN_SUM, self.config.fewest(asked))
+
+    async def _sum(self, cohort: Cohort, devices: Sequence[str]) -> None:
+        """Makes a sum of devices, and merges it. Raises QuorumNotReached or SecureSumError."""
+        asked = len(devices)
+        parameters = self.config.parameters(
+            self.context.classes,
+            self.fixed.dimensions,
+            least=self.config.fewest(asked),
+            honest=self.config.honest(asked),
+        )
+        nonce = torch.randint(256, (32,), generator=cohort.generator("secure sum"), dtype=torch.uint8)
+
+        def ask(step: str, payload: PayloadFor, *, to: Sequence[str]) -> AsyncIterator[DeviceAnswer]:
+            return self.deliveries.ask(cohort, step, payload, to=to, quorum=0.0)
+
+        session = SumSession(
+            cohort, ask, parameters, run=self.context.run, digest=self._digest(), nonce=bytes(nonce.tolist())
+        )
+        result = await session.sum(devices)
+        self._take(result, parameters, cohort)
+        self.merge_parts(cohort)
+        self.check_merge()
+
+    def _take(self, result: SecureSum, parameters: Parameters, notes: Notes) -> None:
+        """Adds a sum to the parts of the merge. Raises SecureSumError if it cannot be one."""
+        for device in result.wrong_shares:
+            notes.event("wrong-share", f"{device} gave a wrong share of a secret; the sum is right without it", device)
+        sums = decode(lift(result.total, parameters.width), parameters)
+        if reason := why_implausible(sums, parameters):
+            notes.event("implausible-sum", f"the sum of {len(result.devices)} devices is thrown away: {reason}")
+            raise SecureSumError(reason)
+        devices, name = len(result.devices), result.sid.hex()[:16]
+        mu = self.config.guarantee.mu * math.sqrt(parameters.honest / devices)
+        self._parts[name] = (to_wire(sums, mu, discrete=True), "")
+        self._members |= dict.fromkeys(result.devices, name)
+        dropped = {step: len(ids) for step, ids in result.dropped.items()}
+        text = f"the sum of {devices} devices is made in {result.seconds:.1f} s, without knowing one device's part"
+        lost = ", ".join(f"{count} at {step}" for step, count in dropped.items())
+        notes.event(
+            "secure-sum", f"{text}{f'; dropped out: {lost}' if lost else ''} (not yet reviewed by a cryptographer)"
+        )
+        notes.report("secure_sum_devices", devices)
+        notes.report("secure_sum_threshold", session_threshold(devices, parameters.degree))
+
+    def _digest(self) -> bytes:
+        initial = self.initial()
+        return statistics_digest(
+            self.context.class_names,
+            self.context.input_shape,
+            self.config.features,
+            "" if self._given is None else fingerprint(self.context.extractor()),
+            b"" if initial is None else encode({"initial": initial}).sha256,
+        )
+
+    # --- the merge
+
+    def merged(self, parts: Mapping[str, Any], rules: MergeRules, notes: Notes) -> Merged:
+        """Merges the sums; all devices of a sum are counted or none."""
+        moments, counted, left_out = super().merged(parts, rules, notes)
+        labels = {device: counted[name] for device, name in self._members.items() if name in counted}
+        return moments, labels, left_out
+
+    def _device_mus(self, parts: Mapping[str, Any], kept: Sequence[str]) -> list[float]:
+        sizes = {name: sum(member == name for member in self._members.values()) for name in kept}
+        return [self._mu(parts[name]) * math.sqrt(size) for name, size in sizes.items() for _ in range(size)]
+
+    def _left_out_of(self, device: str) -> tuple[int, ...]:
+        known = self._counted.get(device)
+        return () if known is None else tuple(sorted(set(range(self.context.classes)) - set(known)))
+
+    def _lacks_statistics(self, device: str, version: str) -> bool:
+        return device not in self._members
+
+    def is_due(self, present: Mapping[str, str]) -> bool:
+        """Returns whether a present device lacks the class space, or devices that are in no sum are enough for one."""
+        self.deliveries.update_present(present)
+        here = [device for device in present if not self.deliveries.is_unresponsive(device)]
+        new = sum(device not in self._members for device in here)
+        lacks = self._space is not None and any(self.deliveries.lacks(device, self.merge_name) for device in here)
+        return lacks or new >= self._needed(new)
+
+    def forget(self, device: str, notes: Notes) -> None:
+        """Removes the whole sum that contains the device: a server that knows no part cannot subtract one."""
+        self.deliveries.forget(device)
+        name = self._members.pop(device, None)
+        if name is None:
+            return
+        others = sorted(other for other, member in self._members.items() if member == name)
+        for other in others:
+            del self._members[other]
+        del self._parts[name]
+        text = f"the sum with {device} is removed, and with it {len(others)} other devices, which may be summed again"
+        notes.event("batch-forgotten", text, device)
+        self.merge_parts(notes)
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "members": dict(self._members)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._members = dict(state["members"])
+
+
+def why_implausible(sums: RowSums, parameters: Parameters) -> str | None:
+    """Returns why a sum cannot be one of honest devices, or None. It cannot be said whose fault it is.
+
+    Counts and the second moment's diagonal must be those of rows within the clip, and the covariance positive; with
+    noise, up to what the noise exceeds with probability 2^-40.
+
+    Args:
+        sums: The decoded sum.
+        parameters: Of the session.
+    """
+    noise, grid = local_variances(parameters), parameters.grid_bits
+    of_counts = float(parameters.most * noise.counts / 4**parameters.count_bits)
+    of_diagonal = float(parameters.most * noise.diagonal / 16**grid)
+    count_bound, diagonal_bound = noise_bound(of_counts, parameters), noise_bound(of_diagonal, parameters)
+    diagonal_d = np.diagonal(sums.second_moment)
+    if sums.counts.min() < -count_bound or sums.counts.max() > 2**parameters.row_bits + count_bound:
+        return f"a class has {sums.counts[np.abs(sums.counts).argmax()]:.0f} rows, of 2^{parameters.row_bits} at most"
+    if diagonal_d.min() < -diagonal_bound:
+        return f"a second moment is negative, {diagonal_d.min():.4g}"
+    rows, total = float(sums.counts.sum()), float(diagonal_d.sum())
+    if parameters.mode == PRIVATE:
+        spread = parameters.dimensions * of_diagonal + parameters.classes * of_counts
+        largest = rows + noise_bound(spread, parameters)
+    else:
+        largest = 4.0**parameters.clip_bits * parameters.dimensions * rows
+    if total > largest:
+        return f"the rows have squared lengths of {total:.4g} together, {rows:.0f} rows at most {largest:.4g}"
+    if parameters.mode != PRIVATE:
+        smallest = float(np.linalg.eigvalsh(moments_of_sums(sums).covariance)[0])
+        if smallest < -parameters.dimensions * 2.0**-grid or math.isnan(smallest):
+            return f"the covariance has the eigenvalue {smallest:.4g}, which is negative beyond rounding"
+    return None

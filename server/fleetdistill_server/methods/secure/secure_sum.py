@@ -1,0 +1,217 @@
+"""The server's side of one secure sum: five asks, after which it knows the sum and no device's part of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from fleetdistill.errors import PeerError, QuorumNotReached, SecureSumError, WireError
+from fleetdistill.knowledge import SecureEntry, SecureMessage
+from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK
+from fleetdistill.secure.primitives import Numbers, from_bytes, verify_signature
+from fleetdistill.secure.session import (
+    Parameters,
+    Roster,
+    pack_members,
+    session_id,
+    session_threshold,
+    survivors_message,
+)
+from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, PayloadFor
+from fleetdistill_server.methods.secure.unmasking import unmask
+
+_SIGNED_ENTRY = 196
+
+
+class AskDevices(Protocol):
+    """Asks a step of devices; `Deliveries.ask` of a cohort."""
+
+    def __call__(self, step: str, payload: PayloadFor, *, to: Sequence[str]) -> AsyncIterator[DeviceAnswer]:
+        """Yields the answers in device-id order."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SecureSum:
+    """A sum that was made.
+
+    Attributes:
+        total: `[d]` uint64, the sum modulo 2^(8 width).
+        devices: Ids of the devices in the sum.
+        sid: Id of the sum.
+        roster: Digest of the devices' keys.
+        dropped: Ids of the devices that did not answer, by the step that they did not answer.
+        wrong_shares: Ids of the devices that gave a wrong share.
+        seconds: Time from the first ask to the sum.
+    """
+
+    total: Numbers
+    devices: tuple[str, ...]
+    sid: bytes
+    roster: bytes
+    dropped: Mapping[str, Sequence[str]]
+    wrong_shares: tuple[str, ...]
+    seconds: float
+
+
+class SumSession:
+    """One sum over the devices that are asked.
+
+    Args:
+        cohort: The round's cohort.
+        ask: Asks a step of devices.
+        parameters: The sum's parameters.
+        run: Name of the run.
+        digest: `statistics_digest` of the run.
+        nonce: 32 public bytes.
+    """
+
+    def __init__(
+        self, cohort: Cohort, ask: AskDevices, parameters: Parameters, *, run: str, digest: bytes, nonce: bytes
+    ) -> None:
+        self._cohort, self._ask, self._parameters, self._nonce = cohort, ask, parameters, nonce
+        self._sid = session_id(run, cohort.round, 1, nonce, digest, parameters.pack())
+        self._dropped: dict[str, list[str]] = {}
+
+    async def sum(self, devices: Sequence[str]) -> SecureSum:
+        """Returns the sum over those of the devices that answer the first three steps.
+
+        Raises:
+            QuorumNotReached: Too few devices answered a step; nothing of any device is known.
+            SecureSumError: The shares that came in do not unmask the sum.
+        """
+        began = time.monotonic()
+        roster, endorsements = await self._keys(devices)
+        boxes = await self._shares(roster, endorsements)
+        masked = await self._inputs(roster, boxes)
+        survivors = frozenset(masked)
+        signatures = await self._signatures(roster, frozenset(boxes), survivors) if self._is_signed else {}
+        answers = await self._unmasking_shares(roster, frozenset(boxes), survivors, signatures)
+        try:
+            result = unmask(roster, self._parameters.degree, frozenset(boxes), masked, answers, self._parameters.width)
+        except PeerError as error:
+            raise SecureSumError(f"device {roster.ids[error.index]!r}: {error}") from error
+        return SecureSum(
+            total=result.total,
+            devices=tuple(roster.ids[index] for index in sorted(masked)),
+            sid=self._sid,
+            roster=roster.digest,
+            dropped=self._dropped,
+            wrong_shares=tuple(roster.ids[index] for index in result.wrong_shares),
+            seconds=time.monotonic() - began,
+        )
+
+    async def _keys(self, devices: Sequence[str]) -> tuple[Roster, dict[str, bytes]]:
+        """Step 1: returns the devices' keys, and their endorsements by id."""
+        message = SecureMessage(parameters=self._parameters.pack(), nonce=self._nonce)
+        keys = {
+            answer.device: _tensor(answer, "keys").tobytes()
+            async for answer in self._asked(KEYS, {"session": message}, devices, self._parameters.least)
+        }
+        size = _SIGNED_ENTRY if self._is_signed else len(next(iter(keys.values())))
+        ids = sorted(keys, key=str.encode)
+        try:
+            roster = Roster(self._sid, tuple(ids), tuple(keys[device][:size] for device in ids))
+        except WireError as error:
+            raise SecureSumError(f"the devices' keys cannot be used: {error}") from error
+        return roster, {device: keys[device][size:] for device in ids}
+
+    async def _shares(self, roster: Roster, endorsements: Mapping[str, bytes]) -> dict[int, dict[int, bytes]]:
+        """Step 2: returns the boxes by index of the sender and of the receiver."""
+        entries = [
+            SecureEntry(index=index, device=device, keys=entry, endorsement=endorsements[device])
+            for index, (device, entry) in enumerate(zip(roster.ids, roster.entries, strict=True))
+        ]
+        message = SecureMessage(entries=entries, roster=roster.digest)
+        result: dict[int, dict[int, bytes]] = {}
+        async for answer in self._asked(SHARES, {"session": message}, roster.ids, self._parameters.least):
+            index, rows = roster.ids.index(answer.device), _tensor(answer, "boxes")
+            receivers = [other for other in range(len(roster.ids)) if other != index]
+            if len(rows) == len(receivers):
+                result[index] = {other: row.tobytes() for other, row in zip(receivers, rows, strict=True)}
+            else:
+                text = (
+                    f"{answer.device} sent {len(rows)} boxes for {len(receivers)} devices, and is left out of the sum"
+                )
+                self._cohort.event("wrong-share", text, answer.device)
+        self._check_enough(SHARES, len(result), max(self._parameters.least, self._threshold(roster)))
+        return result
+
+    async def _inputs(self, roster: Roster, boxes: Mapping[int, Mapping[int, bytes]]) -> dict[int, Numbers]:
+        """Step 3: returns the masked numbers by index."""
+        members, senders = pack_members(boxes, len(roster.ids)), sorted(boxes)
+
+        def message(device: str) -> Mapping[str, SecureMessage]:
+            index = roster.ids.index(device)
+            rows = b"".join(boxes[sender][index] for sender in senders if sender != index)
+            return {"session": SecureMessage(members=members, boxes=np.frombuffer(rows, np.uint8).reshape(-1, 80))}
+
+        devices = [roster.ids[index] for index in senders]
+        return {
+            roster.ids.index(answer.device): from_bytes(_tensor(answer, "numbers").tobytes(), self._parameters.width)
+            async for answer in self._asked(INPUT, message, devices, self._parameters.least)
+        }
+
+    async def _signatures(self, roster: Roster, shared: frozenset[int], survivors: frozenset[int]) -> dict[int, bytes]:
+        """Step 4: returns the devices' valid signatures of the list of the sum, by index."""
+        message = SecureMessage(members=pack_members(survivors, len(roster.ids)))
+        devices = [roster.ids[index] for index in sorted(survivors)]
+        text = survivors_message(self._sid, roster.digest, len(roster.ids), shared, survivors)
+        result = {}
+        async for answer in self._asked(CHECK, {"session": message}, devices, self._threshold(roster)):
+            index, signature = roster.ids.index(answer.device), _tensor(answer, "signature").tobytes()
+            if verify_signature(roster.entries[index][100:132], text, signature):
+                result[index] = signature
+        self._check_enough(CHECK, len(result), self._threshold(roster))
+        return result
+
+    async def _unmasking_shares(
+        self, roster: Roster, shared: frozenset[int], survivors: frozenset[int], signatures: Mapping[int, bytes]
+    ) -> dict[int, dict[int, bytes]]:
+        """Step 5: returns the shares by index of the holder and of the device that they are of."""
+        entries = [SecureEntry(index=index, signature=signature) for index, signature in sorted(signatures.items())]
+        message = SecureMessage(members=pack_members(survivors, len(roster.ids)), entries=entries)
+        present = signatures if self._is_signed else survivors
+        devices = [roster.ids[index] for index in sorted(present)]
+        result: dict[int, dict[int, bytes]] = {}
+        async for answer in self._asked(UNMASK, {"session": message}, devices, self._threshold(roster)):
+            index, rows = roster.ids.index(answer.device), _tensor(answer, "shares")
+            if len(rows) == len(shared):
+                result[index] = {other: row.tobytes() for other, row in zip(sorted(shared), rows, strict=True)}
+            else:
+                text = f"{answer.device} sent {len(rows)} shares of {len(shared)} devices, which are not used"
+                self._cohort.event("wrong-share", text, answer.device)
+        self._check_enough(UNMASK, len(result), self._threshold(roster))
+        return result
+
+    async def _asked(
+        self, step: str, payload: PayloadFor, devices: Sequence[str], needed: int
+    ) -> AsyncIterator[DeviceAnswer]:
+        """Asks a step, yields the answers, and notes who did not answer. Raises QuorumNotReached."""
+        answered = []
+        async for answer in self._ask(step, payload, to=devices):
+            answered.append(answer.device)
+            yield answer
+        if missing := sorted(set(devices) - set(answered)):
+            self._dropped[step] = missing
+        self._check_enough(step, len(answered), needed)
+
+    def _check_enough(self, step: str, answered: int, needed: int) -> None:
+        if answered < needed:
+            raise QuorumNotReached(step, answered, needed)
+
+    def _threshold(self, roster: Roster) -> int:
+        return session_threshold(len(roster.ids), self._parameters.degree)
+
+    @property
+    def _is_signed(self) -> bool:
+        return self._parameters.keys > 0
+
+
+def _tensor(answer: DeviceAnswer, name: str) -> np.ndarray:
+    array = getattr(answer.part(name, SecureMessage), name)
+    assert array is not None  # checked by the front
+    return np.asarray(array)

@@ -1,0 +1,585 @@
+"""A device in a secure sum: a server or a device that lies, lost messages, crashes and restored directories."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+
+import numpy as np
+import pytest
+from support.secure_fleet import SecureFleet, signer_of
+
+from fleetdistill import SecureTerms, Signer
+from fleetdistill.device.secure import FORGET_AFTER_SECONDS, check_secure
+from fleetdistill.errors import (
+    ConfigurationError,
+    PrivacyBudgetError,
+    QuorumNotReached,
+    SecureSumError,
+    StateError,
+    SumRefusedError,
+)
+from fleetdistill.knowledge import Plan, SecureMessage
+from fleetdistill.methods.base import Answer, Ask
+from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK
+from fleetdistill.secure.member import endorse
+from fleetdistill.secure.primitives import lift, verification_key
+from fleetdistill.secure.session import Roster, pack_members
+from fleetdistill.state import failpoints
+from fleetdistill.state.privacy_ledger import PrivacyBudget
+from fleetdistill.state.secure_sessions import SecureSessions
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.methods.secure.secure_sum import SecureSum
+
+BOTH = pytest.mark.parametrize("keys", ["unsigned", "roster"])
+STEPS = {"unsigned": (KEYS, SHARES, INPUT, UNMASK), "roster": (KEYS, SHARES, INPUT, CHECK, UNMASK)}
+
+
+def signed(fleet: SecureFleet, result: SecureSum) -> np.ndarray:
+    return lift(result.total, fleet.parameters().width)
+
+
+# --- drop-outs and lost messages
+
+
+@BOTH
+@pytest.mark.parametrize("step", ["nothing", KEYS, SHARES, INPUT, CHECK, UNMASK])
+def test_a_device_may_vanish_at_every_step(tmp_path, keys, step):
+    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
+    result = fleet.sum(lost=[(step, "device-2")])
+    members = [name for name in fleet.names if name != "device-2" or step in ("nothing", CHECK, UNMASK)]
+    assert list(result.devices) == members or (keys == "unsigned" and step == CHECK)
+    assert np.array_equal(signed(fleet, result), fleet.plain_sum(result.devices))
+    assert not fleet.refused
+    assert not fleet.opened(result.sid)
+
+
+@BOTH
+@pytest.mark.parametrize("step", [KEYS, SHARES, INPUT, UNMASK])
+def test_no_sum_and_nothing_open_if_too_many_vanish(tmp_path, keys, step):
+    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(lost=[(step, "device-1"), (step, "device-3")])
+    assert not fleet.opened(bytes(32))
+
+
+def test_wrong_shares_are_named_and_the_sum_is_right(tmp_path):
+    fleet = SecureFleet(tmp_path, 7, min_in_sum=5)
+
+    def spoil(step, name, message):
+        wrong = (step, name) == (UNMASK, "device-1")
+        return dataclasses.replace(message, shares=message.shares ^ 1) if wrong else message
+
+    result = fleet.sum(up=spoil)
+    assert result.wrong_shares == ("device-1",)
+    assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names))
+
+
+def test_too_many_wrong_shares_give_no_sum(tmp_path):
+    fleet = SecureFleet(tmp_path, 5, min_in_sum=4)
+
+    def spoil(step, name, message):
+        wrong = step == UNMASK and name < "device-2"
+        return dataclasses.replace(message, shares=message.shares ^ 1) if wrong else message
+
+    with pytest.raises(SecureSumError, match="no 4 shares of a secret of device-0 fit its keys"):
+        fleet.sum(up=spoil)
+
+
+# --- devices that lie
+
+
+def test_a_box_that_does_not_open_names_its_sender(tmp_path):
+    fleet = SecureFleet(tmp_path, 7, min_in_sum=5)
+
+    def spoil(step, name, message):
+        if (step, name) != (SHARES, "device-1"):
+            return message
+        boxes = message.boxes.copy()
+        boxes[0] ^= 1  # for device-0
+        return dataclasses.replace(message, boxes=boxes)
+
+    result = fleet.sum(up=spoil)
+    assert fleet.refused.keys() == {(INPUT, "device-0")}
+    assert "device 'device-1'" in fleet.refused[INPUT, "device-0"]
+    assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names[1:]))
+
+
+def test_a_missing_box_leaves_its_sender_out(tmp_path):
+    fleet = SecureFleet(tmp_path, 5, min_in_sum=4)
+
+    def spoil(step, name, message):
+        return (
+            dataclasses.replace(message, boxes=message.boxes[1:]) if (step, name) == (SHARES, "device-1") else message
+        )
+
+    result = fleet.sum(up=spoil)
+    assert "device-1" not in result.devices
+    assert fleet.cohort.kinds == ["wrong-share"]
+    assert np.array_equal(signed(fleet, result), fleet.plain_sum(result.devices))
+
+
+def test_two_devices_with_one_key_give_no_sum(tmp_path):
+    fleet = SecureFleet(tmp_path, 5, min_in_sum=4)
+    first: dict[str, SecureMessage] = {}
+
+    def copy(step, name, message):
+        return first.setdefault(step, message) if step == KEYS else message
+
+    with pytest.raises(SecureSumError, match="same key"):
+        fleet.sum(up=copy)
+
+
+# --- a server that lies
+
+
+def changed(**values):
+    return lambda step, name, message: dataclasses.replace(message, **values) if values else message
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"least": 3}, "at least 4 devices, this one may have 3"),
+        ({"epsilon": 6.0}, "not those of the run"),
+        ({"delta": 1e-3}, "not those of the run"),
+        ({"honest": 1}, None),
+        ({"honest": 4}, "may add none"),
+        ({"count_bits": 0}, "not those of the run"),
+        ({"dimensions": 7}, "not those of the run"),
+        ({"width": 8}, "not those of the run"),
+        ({"keys": 2}, "not those of the run"),
+        ({"most": 10}, "not those of the run"),
+        ({"degree": 2}, "not those of the run"),
+    ],
+)
+def test_a_device_refuses_other_terms_than_its_own(tmp_path, change, says):
+    fleet = SecureFleet(tmp_path, 5, terms=SecureTerms(min_devices=4, colluders=1), colluders=1, min_in_sum=4)
+    change = {"honest": min(3, change.get("least", 4)), **change}
+    if says is None:
+        assert len(fleet.sum(**change).devices) == 5, "fewer honest devices are assumed, so each adds more noise"
+        return
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(**change)
+    assert len(fleet.refused) == 5
+    assert all(says in text for text in fleet.refused.values())
+    assert all(fleet.frozen(name) is None for name in fleet.names), "no noise was drawn"
+    assert not list(tmp_path.rglob("privacy.json")), "no budget is spent"
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "says"),
+    [
+        ({"colluders": 1, "min_in_sum": 4}, {"honest": 4}, "1 may add none"),
+        ({"keys": "roster", "min_in_sum": 10}, {"honest": 10}, "1 may add none"),
+        ({"min_in_sum": 5}, {"least": 4, "honest": 4}, "at least 5 devices, this one may have 4"),
+    ],
+)
+def test_a_device_holds_the_server_to_the_runs_settings(tmp_path, settings, change, says):
+    fleet = SecureFleet(tmp_path, max(5, settings["min_in_sum"]), **settings)
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(**change)
+    assert all(says in text for text in fleet.refused.values()), fleet.refused
+    assert fleet.sum(number=2).devices
+
+
+def test_two_rosters_end_in_refusals(tmp_path):
+    """The server shows one device another key of a second device, as it must to read its boxes."""
+    own = SecureFleet(tmp_path / "other", 5)
+    own.sum()
+    for keys, refusal in (("unsigned", (SHARES, "device-0")), ("roster", (SHARES, "device-0"))):
+        fleet = SecureFleet(tmp_path / keys, 5, keys=keys, min_in_sum=4)
+
+        def forge(step, name, message):
+            if (step, name) != (SHARES, "device-0"):
+                return message
+            entries = list(message.entries)
+            forged = own.entries[1] + entries[1].keys[100:]
+            entries[1] = dataclasses.replace(entries[1], keys=forged)
+            return dataclasses.replace(message, entries=entries)
+
+        result = fleet.sum(down=forge)
+        assert fleet.refused.keys() == {refusal}
+        assert "device-0" not in result.devices
+        assert not fleet.opened(result.sid)
+
+
+def test_a_forged_roster_with_its_digest_ends_at_the_boxes(tmp_path):
+    """With unsigned keys the forgery is found when the two devices' boxes, sealed for two rosters, do not open."""
+    own, fleet = SecureFleet(tmp_path / "other", 5), SecureFleet(tmp_path / "d", 5, min_in_sum=4)
+    own.sum()
+    sids = {}
+
+    def forge(step, name, message):
+        if (step, name) != (SHARES, "device-0"):
+            return message
+        session = SecureSessions(fleet.files(name)).open()
+        assert session is not None
+        sids["sid"] = session.sid
+        entries = [dataclasses.replace(entry) for entry in message.entries]
+        entries[1] = dataclasses.replace(entries[1], keys=own.entries[1])
+        roster = Roster(sids["sid"], tuple(e.device for e in entries), tuple(e.keys for e in entries))
+        return dataclasses.replace(message, entries=entries, roster=roster.digest)
+
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(down=forge)
+    assert {step for step, _ in fleet.refused} == {INPUT}
+    assert not fleet.opened(sids["sid"])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda entries: entries[:-1], "own keys|digest|only 4"),
+        (lambda entries: entries[::-1], "numbered"),
+        (lambda entries: [*entries[:-1], dataclasses.replace(entries[-1], endorsement=bytes(64))], "endorsed"),
+        (lambda entries: [*entries[:-1], dataclasses.replace(entries[-1], keys=entries[-1].keys[:195] + b"\0")], "."),
+    ],
+)
+def test_a_changed_list_of_devices_is_refused_by_all(tmp_path, change, says):
+    fleet = SecureFleet(tmp_path, 5, keys="roster", min_in_sum=5)
+
+    def forge(step, name, message):
+        return dataclasses.replace(message, entries=change(message.entries)) if step == SHARES else message
+
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(down=forge)
+    assert len(fleet.refused) == 5
+    assert all(re.search(says, text) for text in fleet.refused.values()), fleet.refused
+
+
+def test_a_server_cannot_invent_devices_without_roster_key(tmp_path):
+    """A device that the server has made signs its keys, but nobody has endorsed them."""
+    fleet = SecureFleet(tmp_path, 5, keys="roster", min_in_sum=4)
+    invented, other = signer_of("device-4"), bytes(range(1, 33))
+    forged = endorse(other, "device-4", verification_key(invented.key))
+
+    def forge(step, name, message):
+        if step != SHARES:
+            return message
+        entries = [*message.entries[:-1], dataclasses.replace(message.entries[-1], endorsement=forged)]
+        return dataclasses.replace(message, entries=entries)
+
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(down=forge)
+    assert set(fleet.refused.values()) == {"the key of device 'device-4' is not endorsed by the roster's key"}
+
+
+def test_two_lists_of_survivors_unmask_nothing_with_signatures(tmp_path):
+    """The server asks some devices for shares of device-4's own mask, and the others for those of its pair masks."""
+    fleet = SecureFleet(tmp_path, 5, keys="roster", min_in_sum=4)
+
+    def forge(step, name, message):
+        if step in (CHECK, UNMASK) and name in ("device-0", "device-1"):
+            return dataclasses.replace(message, members=pack_members(range(4), 5))
+        return message
+
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(down=forge)
+    assert not fleet.seen[UNMASK], "no device has given a share"
+
+
+def test_another_list_than_the_signed_one_unmasks_nothing(tmp_path):
+    fleet = SecureFleet(tmp_path, 5, keys="roster", min_in_sum=4)
+
+    def forge(step, name, message):
+        return dataclasses.replace(message, members=pack_members(range(4), 5)) if step == UNMASK else message
+
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(down=forge)
+    assert not fleet.seen[UNMASK]
+    assert {step for step, _ in fleet.refused} == {UNMASK}
+
+
+@BOTH
+def test_both_kinds_of_share_are_never_given(tmp_path, keys):
+    """After a sum, the server asks each device again, with one device fewer: conflict, and the session is destroyed."""
+    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
+    result = fleet.sum()
+    for name in fleet.names[:4]:
+        message = SecureMessage(members=pack_members(range(4), 5))
+        with pytest.raises(SumRefusedError, match="another list"):
+            fleet.answer(name, UNMASK, {"session": message})
+        assert fleet.frozen(name) is None
+        with pytest.raises(SumRefusedError, match="no open sum"):
+            fleet.answer(name, UNMASK, {"session": message})
+    assert [event.kind for event in fleet.events].count("secure-conflict") == 4
+    assert not fleet.opened(result.sid)
+
+
+@pytest.mark.parametrize("step", [SHARES, INPUT, UNMASK])
+@pytest.mark.parametrize("members", [(0, 1, 2), (1, 2, 3, 4), ()])
+def test_lists_with_too_few_or_without_the_device_are_refused(tmp_path, step, members):
+    fleet = SecureFleet(tmp_path, 5, min_in_sum=4)
+
+    def forge(at, name, message):
+        if at != step:
+            return message
+        if step == SHARES:
+            return dataclasses.replace(message, entries=[message.entries[index] for index in members])
+        return dataclasses.replace(message, members=pack_members(members, 5))
+
+    with pytest.raises((QuorumNotReached, SecureSumError)):
+        fleet.sum(down=forge)
+    assert {at for at, _ in fleet.refused} == {step}
+    assert not fleet.opened(bytes(32)), "a list without one device is one that others must believe"
+
+
+@BOTH
+def test_steps_go_forward_only(tmp_path, keys):
+    """Before each step, device-0 is asked for every later one: it refuses, and the sum goes on."""
+    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
+    order = (KEYS, SHARES, INPUT, CHECK, UNMASK)
+
+    def skip(step, name, message):
+        for one in order[order.index(step) + 1 :] if name == "device-0" else ():
+            with pytest.raises(SumRefusedError, match=r"no open sum|one by one"):
+                fleet.answer(name, one, {"session": message})
+        return message
+
+    result = fleet.sum(down=skip)
+    assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names))
+
+
+def test_a_second_sum_without_one_device_needs_budget(tmp_path):
+    """Differencing: two sums over sets that differ by one device are both charged to each device's budget."""
+    fleet = SecureFleet(tmp_path, 5, min_in_sum=4)
+    fleet.sum()
+    for name in fleet.names:
+        learn(fleet, name, counted=True)
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(number=2, devices=fleet.names[:4])
+    assert set(fleet.refused.values()) == {"privacy budget used up"}
+
+
+@pytest.mark.parametrize(("keys", "spent"), [("unsigned", 1), ("roster", 2)])
+def test_a_short_sum_is_charged_again_unless_believed(tmp_path, keys, spent):
+    """With unsigned keys a device believes the server that the first sum was short; with signed keys it does not."""
+    budget = PrivacyBudget(20.0, 1e-5)
+    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4, budget=budget)
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(lost=[(INPUT, "device-1"), (INPUT, "device-2")])
+    before = {name: fleet.frozen(name) for name in fleet.names}
+    result = fleet.sum(number=2)
+    assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names))
+    for name in fleet.names:
+        assert not np.array_equal(before[name], fleet.frozen(name)), "new noise"
+        assert len(json.loads((tmp_path / name / "privacy.json").read_bytes())["releases"]) == spent
+
+
+def learn(fleet: SecureFleet, name: str, *, counted: bool) -> None:
+    ask = Ask(round=1, step="learn", seed=0, parts={"plan": Plan(values={"counted": counted})})
+    fleet.device(name).answer(Answer(parts={}, samples=1), ask, fleet.contract, fleet.config)
+
+
+# --- what a device keeps, and for how long
+
+
+def test_root_and_input_are_destroyed_when_counted(tmp_path):
+    fleet = SecureFleet(tmp_path, 5)
+    fleet.sum()
+    learn(fleet, "device-0", counted=False)
+    assert fleet.frozen("device-0") is not None
+    learn(fleet, "device-0", counted=True)
+    assert fleet.frozen("device-0") is None
+    (kept,) = json.loads((tmp_path / "device-0" / "secure_ended.json").read_bytes())["sums"]
+    assert (kept["outcome"], list(kept["digests"])) == ("counted", list(STEPS["unsigned"]))
+    assert not (tmp_path / "device-0" / "secure_steps.json").exists()
+
+
+def test_a_sum_is_forgotten_after_seven_days(tmp_path):
+    fleet = SecureFleet(tmp_path, 5)
+    fleet.sum()
+    fleet.device("device-0").forget_expired()
+    assert fleet.frozen("device-0") is not None
+    session = SecureSessions(fleet.files("device-0")).open()
+    assert session is not None
+    old = dataclasses.replace(session, began=session.began - FORGET_AFTER_SECONDS - 1)
+    SecureSessions(fleet.files("device-0")).begin(old)
+    fleet.device("device-0").forget_expired()
+    assert fleet.frozen("device-0") is None
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_files_of_a_sum_are_readable_by_their_owner_only(tmp_path):
+    fleet = SecureFleet(tmp_path, 5)
+    fleet.sum()
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "device-0").glob("secure*.json")}
+    assert modes == {"secure.json": 0o600, "secure_steps.json": 0o600}
+
+
+@pytest.mark.parametrize("file", ["secure.json", "secure_steps.json"])
+def test_a_damaged_file_is_an_error_and_sends_nothing(tmp_path, file):
+    fleet = SecureFleet(tmp_path, 5)
+    path = tmp_path / "device-0" / file
+
+    def damage(step, name, message):
+        if (step, name) == (INPUT, "device-0"):
+            path.write_bytes(path.read_bytes().replace(b"0", b"1", 1))
+        return message
+
+    with pytest.raises(StateError, match="damaged"):
+        fleet.sum(down=damage)
+
+
+class Crash(BaseException):
+    """The device's process dies."""
+
+
+POINTS = ("secure.before-freeze", "secure.after-freeze", "privacy.after-record", "secure.after-step")
+
+
+@BOTH
+@pytest.mark.parametrize("point", POINTS)
+def test_a_crash_at_every_failpoint_of_every_step(tmp_path, monkeypatch, keys, point):
+    """A device that dies at a failpoint of a step answers the repeated ask, with one input for each session."""
+    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
+    died, inputs = [], set()
+
+    def die(step, name, message):
+        def hit(name: str) -> None:
+            if name == f"device.{point}":
+                raise Crash
+
+        with monkeypatch.context() as patch:
+            patch.setattr(failpoints, "hit", hit)
+            try:
+                fleet.answer(name, step, {"session": message})
+            except Crash:
+                died.append((step, name))
+        if (session := SecureSessions(fleet.files(name)).open()) is not None:
+            inputs.add((name, session.sid, session.numbers))
+        return message
+
+    result = fleet.sum(down=die)
+    assert not fleet.refused
+    assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names))
+    assert len({(name, sid) for name, sid, _ in inputs}) == len(inputs), "one input for a session"
+    expected = STEPS[keys] if point == "secure.after-step" else (KEYS,)
+    assert {step for step, _ in died} == set(expected)
+    for name in fleet.names:
+        assert len(json.loads((tmp_path / name / "privacy.json").read_bytes())["releases"]) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(failpoints, "hit", _crash_after_end)
+            with pytest.raises(Crash):
+                learn(fleet, name, counted=True)
+        assert fleet.frozen(name) is None, "the end is completed"
+        assert not (tmp_path / name / "secure.json").exists()
+
+
+def _crash_after_end(name: str) -> None:
+    if name == "device.secure.after-end":
+        raise Crash
+
+
+@BOTH
+def test_a_restored_directory_sends_the_same_bytes(tmp_path, keys):
+    """A device restored from a backup, taken after any step, repeats every answer to the same asks."""
+    fleet = SecureFleet(tmp_path / "d", 5, keys=keys)
+    asks, sent = [], {}
+
+    def note(step, name, message):
+        if name == "device-0":
+            if step != KEYS:
+                shutil.copytree(tmp_path / "d" / name, tmp_path / f"before {step}")
+            asks.append((step, message))
+        return message
+
+    def keep(step, name, message):
+        if name == "device-0":
+            sent[step] = message
+        return message
+
+    fleet.sum(down=note, up=keep)
+    for first, _ in asks[1:]:
+        shutil.rmtree(tmp_path / "d" / "device-0")
+        shutil.copytree(tmp_path / f"before {first}", tmp_path / "d" / "device-0")
+        for step, message in asks:
+            again = next(iter(fleet.answer("device-0", step, {"session": message}).values()))
+            for name, value in vars(sent[step]).items():
+                assert np.array_equal(getattr(again, name), value), (first, step, name)
+
+
+# --- consent
+
+
+def test_a_device_with_a_key_refuses_sums_without_signatures(tmp_path):
+    fleet = SecureFleet(tmp_path, 3, terms=SecureTerms(min_devices=3, signer=signer_of("device-0")))
+    with pytest.raises(QuorumNotReached):
+        fleet.sum()
+    assert set(fleet.refused.values()) == {"this device takes part in sums with signed keys only"}
+
+
+def test_terms_are_checked_at_construction():
+    with pytest.raises(ConfigurationError, match="min_devices must be a whole number of at least 3, got 2"):
+        SecureTerms(min_devices=2)
+    with pytest.raises(ConfigurationError, match="colluders must be a whole number of at least 0, got True"):
+        SecureTerms(colluders=True)
+    with pytest.raises(ConfigurationError, match="endorsement has 3 bytes, expected 64"):
+        Signer(key=bytes(32), endorsement=b"abc", roster_key=bytes(32))
+    with pytest.raises(ConfigurationError, match="signer"):
+        SecureTerms(signer="key")  # type: ignore[arg-type]
+
+
+def test_a_device_with_terms_refuses_other_runs():
+    contract = contract_pb2.Contract(run="open", method="fedavg")
+    with pytest.raises(ConfigurationError, match=r"run 'open' has no secure sums.*classstats_secure"):
+        check_secure(contract, required=True)
+    check_secure(contract, required=False)
+
+
+def test_a_budget_below_the_sums_epsilon_is_kept(tmp_path):
+    fleet = SecureFleet(tmp_path, 3, budget=PrivacyBudget(1.0, 1e-5))
+    with pytest.raises(QuorumNotReached):
+        fleet.sum()
+    assert set(fleet.refused.values()) == {"privacy budget used up"}
+    message = SecureMessage(parameters=fleet.parameters().pack(), nonce=bytes(32))
+    with pytest.raises(PrivacyBudgetError):
+        fleet.answer("device-0", KEYS, {"session": message})
+
+
+@BOTH
+def test_crashes_around_a_new_sum_charge_once(tmp_path, monkeypatch, keys):
+    """After a short sum, a device dies at each failpoint of the next one's first step."""
+    charged = 1 if keys == "unsigned" else 2
+    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4, budget=PrivacyBudget(20.0, 1e-5))
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(lost=[(INPUT, "device-1"), (INPUT, "device-2")])
+    message = SecureMessage(parameters=fleet.parameters().pack(), nonce=bytes(32))
+    hits: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(failpoints, "hit", hits.append)
+        fleet.answer("device-4", KEYS, {"session": message}, 2)
+    for number in range(len(hits)):
+        left = [number]
+
+        def hit(name, left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Crash
+
+        with monkeypatch.context() as patch:
+            patch.setattr(failpoints, "hit", hit)
+            with contextlib.suppress(Crash):  # later attempts come by fewer points
+                fleet.answer("device-0", KEYS, {"session": message}, 2)
+        assert len(releases(tmp_path / "device-0")) <= charged
+    fleet.answer("device-0", KEYS, {"session": message}, 2)
+    assert len(releases(tmp_path / "device-0")) == charged
+    assert len(hits) > 8
+
+
+def releases(directory):
+    return json.loads((directory / "privacy.json").read_bytes())["releases"]
+
+
+def test_a_lost_ledger_is_noticed(tmp_path):
+    fleet = SecureFleet(tmp_path, 5)
+    fleet.sum()
+    (tmp_path / "device-0" / "privacy.json").unlink()
+    learn(fleet, "device-0", counted=True)
+    with pytest.raises(StateError, match=r"privacy.json is missing, but secure_ended.json"):
+        fleet.sum(number=2)

@@ -1,0 +1,275 @@
+"""The server half of secure sums: merge, drop-outs, newcomers, forgetting, and a failed sum."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from methods.classstats.class_statistics_fleet import CPU, SHAPE
+
+from fleetdistill.errors import ConfigurationError, QuorumNotReached, RunError
+from fleetdistill.methods.base import Answer, Ask, Local
+from fleetdistill.methods.classstats_secure.config import ClassStatsSecureConfig
+from fleetdistill.methods.classstats_secure.device import ClassStatsSecureDevice
+from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, SHARES, STEPS, UNMASK
+from fleetdistill.models import build_model
+from fleetdistill.state.state_file import pack_state, unpack_state
+from fleetdistill.training.local_training import TensorData
+from fleetdistill.training.model import check_local_model
+from fleetdistill_server.config.run_config import ModelSection
+from fleetdistill_server.methods.classstats_secure import ClassStatsSecureServer
+from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.testing import FakeCohort, play
+
+CLASSES, ROWS = 4, 120
+
+
+def config_of(**settings: Any) -> ClassStatsSecureConfig:
+    return ClassStatsSecureConfig.from_settings({"epsilon": 5.0, "dimensions": 16} | settings)
+
+
+def make_server(**settings: Any) -> ClassStatsSecureServer:
+    context = MethodContext(classes=CLASSES, input_shape=SHAPE, models=ModelSection(), torch_device=CPU, seed=3)
+    return ClassStatsSecureServer(config_of(**settings), context)
+
+
+def images(seed: int, rows: int = ROWS) -> TensorData:
+    """Grey images whose classes are bright bars at different places."""
+    random = torch.Generator().manual_seed(seed)
+    labels = torch.arange(rows) % CLASSES
+    inputs = 0.3 * torch.rand(rows, *SHAPE, generator=random)
+    for label in range(CLASSES):
+        inputs[labels == label, :, 2 * label : 2 * label + 2, :] += 0.7
+    return TensorData(inputs, labels)
+
+
+def devices(names: str = "abcde", rows: int = ROWS, **settings: Any) -> dict[str, ClassStatsSecureDevice]:
+    model = build_model("digits_linear", classes=CLASSES)
+    return {
+        name: ClassStatsSecureDevice(
+            config_of(**settings),
+            Local(
+                model=model,
+                taps=check_local_model(model),
+                data=images(ord(name), rows),
+                classes=CLASSES,
+                torch_device=CPU,
+            ),
+        )
+        for name in names
+    }
+
+
+def accuracy(half: ClassStatsSecureDevice, variant: str = "general") -> float:
+    data = images(1)
+    return float((half.variants()[variant].eval()(data.inputs).argmax(dim=1) == data.labels).float().mean())
+
+
+def members_of(server: ClassStatsSecureServer) -> dict[str, str]:
+    members: dict[str, str] = server.state_dict()["members"]
+    return members
+
+
+# --- one sum
+
+
+def test_a_sum_gives_all_devices_the_fleets_space():
+    fleet = devices()
+    (cohort,) = play(make_server(), fleet)
+    assert {accuracy(half) for half in fleet.values()} == {1.0}
+    assert accuracy(fleet["a"], "personal") == 1.0
+    assert cohort.kinds == ["secure-sum", "other-dimensions"]
+    assert "5 devices" in cohort.events[0].text
+    expected = ROWS * 5 * config_of().guarantee.mu * math.sqrt(4 / 5)
+    assert cohort.figures["strength"] == pytest.approx(expected, rel=0.05)
+    assert (cohort.figures["secure_sum_devices"], cohort.figures["secure_sum_threshold"]) == (5, 4)
+
+
+def test_no_answer_contains_rows_or_their_number():
+    (cohort,) = play(make_server(), devices())
+    asked = [item for item in cohort.asked if item.device == "a"]
+    assert [item.step for item in asked] == [KEYS, SHARES, INPUT, UNMASK, "learn"]
+    assert {item.answer.samples for item in asked if item.answer is not None} == {1}
+    assert [sorted(parts) for parts in cohort.answers("a")] == [["keys"], ["boxes"], ["numbers"], ["shares"], []]
+
+
+def test_every_device_gets_the_same_list_of_devices():
+    (cohort,) = play(make_server(), devices())
+    for step in (KEYS, SHARES, UNMASK):
+        first, *others = (cohort.sent(name, step)[0]["session"] for name in "abcde")
+        assert all(other == first for other in others), step
+
+
+@pytest.mark.parametrize("step", [KEYS, SHARES, INPUT, UNMASK])
+def test_the_sum_goes_on_without_a_device(step):
+    server, fleet = make_server(min_in_sum=4), devices(min_in_sum=4)
+    (cohort,) = play(server, fleet, silent=[(step, "c")])
+    assert set(members_of(server)) == set("abcde") - (set() if step == UNMASK else {"c"})
+    assert f"dropped out: 1 at {step}" in cohort.events[0].text
+    assert accuracy(fleet["a"]) == 1.0
+
+
+@pytest.mark.parametrize("step", [KEYS, SHARES, INPUT, UNMASK])
+def test_too_few_devices_make_the_first_round_short(step):
+    server = make_server()
+    with pytest.raises(QuorumNotReached):
+        play(server, devices(), silent=[(step, "c"), (step, "d")])
+    assert server.global_model() is None
+
+
+def test_a_first_sum_needs_three_devices():
+    with pytest.raises(QuorumNotReached, match="2 devices answered, the quorum is 3"):
+        play(make_server(), devices("ab"))
+
+
+def test_the_noise_of_a_sum_is_that_of_its_honest_devices():
+    server = make_server(min_in_sum=4, colluders=1)
+    play(server, devices(min_in_sum=4, colluders=1))
+    (part,) = (value for value, _ in server.state_dict()["parts"].values())
+    assert part["mu"] == pytest.approx(config_of().guarantee.mu * math.sqrt(3 / 5))
+    assert part["counts"].sum() == pytest.approx(5 * ROWS, abs=6 * 2 / (part["mu"] * math.sqrt(0.1)))
+
+
+def test_too_few_rows_end_the_run_with_the_number_that_suffices():
+    with pytest.raises(RunError, match=r"on each of 3 devices are too few for the noise at epsilon 0.1; use .* better"):
+        play(make_server(epsilon=0.1), devices("abc", rows=8, epsilon=0.1))
+
+
+# --- further sums
+
+
+def test_newcomers_wait_for_company_and_learn_at_once():
+    server, fleet = make_server(), devices("abcdefgh")
+    first = {name: fleet[name] for name in "abcde"}
+    play(server, first)
+    (cohort,) = play(server, {name: fleet[name] for name in "abcdefg"}, completed=1)
+    assert cohort.kinds == ["waiting-for-batch"]
+    assert [item.device for item in cohort.asked] == ["f", "g"], "only what they lack"
+    assert {item.step for item in cohort.asked} == {"learn"}
+    assert accuracy(fleet["g"]) == 1.0
+    assert not server.is_due(dict.fromkeys("abcdefg", ""))
+    assert server.is_due(dict.fromkeys("abcdefgh", ""))
+    (cohort,) = play(server, fleet, completed=2)
+    assert cohort.kinds == ["secure-sum", "other-dimensions"]
+    assert len(set(members_of(server).values())) == 2
+    assert len(server.state_dict()["parts"]) == 2
+    assert {item.device for item in cohort.asked if item.step == KEYS} == set("fgh")
+    assert {item.device for item in cohort.asked if item.step == "learn"} == set(fleet)
+
+
+def test_a_later_sum_that_fails_does_not_fail_the_round():
+    server, fleet = make_server(), devices("abcdefgh")
+    play(server, {name: fleet[name] for name in "abcde"})
+    before = server.merge_name
+    (cohort,) = play(server, fleet, completed=1, silent=[(INPUT, "f")])
+    assert cohort.kinds == ["secure-sum-failed"]
+    assert server.merge_name == before
+    assert set(members_of(server)) == set("abcde")
+
+
+def test_more_devices_than_a_sum_may_have_form_two_sums():
+    server, fleet = make_server(max_in_sum=4), devices("abcdefgh", max_in_sum=4)
+    play(server, fleet, rounds=2)
+    sums = members_of(server)
+    assert [{name for name in sums if sums[name] == key} for key in dict.fromkeys(sums.values())] == [
+        set("abcd"),
+        set("efgh"),
+    ]
+
+
+def test_forgetting_a_device_removes_its_whole_sum():
+    server, fleet = make_server(), devices("abcdefgh")
+    play(server, {name: fleet[name] for name in "abcde"})
+    (cohort,) = play(server, fleet, completed=1)
+    both = server.merge_name
+    server.forget("g", cohort)
+    assert set(members_of(server)) == set("abcde")
+    assert cohort.kinds[-1] == "batch-forgotten"
+    assert "2 other devices" in cohort.events[-1].text
+    assert server.merge_name != both
+    server.forget("nobody", cohort)
+    server.forget("a", cohort)
+    assert not members_of(server)
+    assert server.global_model() is None
+
+
+def test_a_restored_server_goes_on_as_before():
+    server, fleet = make_server(), devices("abcde")
+    (cohort,) = play(server, fleet)
+    again = make_server()
+    again.load_state_dict(unpack_state(pack_state(server.state_dict())))
+    assert again.merge_name == server.merge_name
+    for one in (server, again):
+        one.forget("a", cohort)
+        assert not members_of(one)
+
+
+def test_the_same_answers_give_the_same_space():
+    """A round that is repeated after a crash, with the answers that the store has, merges to the same digest."""
+    server, fleet = make_server(), devices()
+    (cohort,) = play(server, fleet)
+    stored = {(item.step, item.device): item.answer for item in cohort.asked}
+    replayed = make_server()
+
+    def repeat(name: str, ask: Ask) -> Answer | None:
+        return stored[ask.step, name]
+
+    play(replayed, {name: partial(repeat, name) for name in fleet})
+    assert replayed.merge_name == server.merge_name
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"keys": "signed"}, "keys"),
+        ({"min_in_sum": 2}, "min_in_sum must be >= 3"),
+        ({"min_in_sum": 1001}, "min_in_sum"),
+        ({"max_in_sum": 2}, "max_in_sum must be >= 3"),
+        ({"min_in_sum": 10, "max_in_sum": 9}, "max_in_sum must be >= 10"),
+        ({"colluders": -1}, "colluders must be >= 0"),
+        ({"min_in_sum": 4, "colluders": 4}, "colluders"),
+        ({"colluders": "many"}, "colluders"),
+        ({"max_rows": 1000}, "max_rows must be 2\\^20"),
+        ({"participation_ratio": 0.5}, "participation_ratio must be 1"),
+        ({"exact": False}, "exact must be true"),
+        ({"robust": "gross"}, "robust must be 'off'"),
+        ({"count_cap": 3.0}, "count_cap 0"),
+    ],
+)
+def test_settings_that_cannot_be(settings, says):
+    with pytest.raises(ConfigurationError, match=says):
+        config_of(**settings)
+
+
+def test_the_rule_for_the_fewest_and_the_honest_devices():
+    config = config_of()
+    assert [config.fewest(asked) for asked in (1, 3, 4, 5, 10, 100, 1000)] == [3, 3, 3, 4, 7, 67, 667]
+    assert [config.honest(asked) for asked in (3, 10, 100)] == [3, 7, 67]
+    assert [config_of(keys="roster").honest(asked) for asked in (3, 10, 100)] == [3, 6, 57]
+    assert config_of(min_in_sum=8, colluders=2).honest(10) == 6
+    assert config_of(max_rows=1 << 24).parameters(10, 64, least=3, honest=3).width == 8
+    assert config_of().parameters(10, 64, least=3, honest=3).width == 7
+
+
+def test_signed_keys_add_a_step():
+    assert "secure_check" in STEPS
+    server, fleet = make_server(keys="roster"), devices(keys="roster")
+    with pytest.raises(QuorumNotReached):  # these devices have no signing keys
+        play(server, fleet)
+    assert np.isfinite(config_of(keys="roster").device_mu(5))
+
+
+def test_a_declined_sum_says_why():
+    cohort = FakeCohort(devices(keys="roster"))
+    with pytest.raises(QuorumNotReached):
+        asyncio.run(make_server(keys="roster").round(cohort))
+    text = "the sum needs signed keys, and this device has no SecureTerms(signer=...)"
+    assert {item.declined for item in cohort.asked} == {text}

@@ -1,0 +1,221 @@
+"""Devices of a secure sum with their state directories, and a server that may lie, lose messages or be restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleetdistill import Signer
+from fleetdistill.device.events import DeviceLock, Event, Events
+from fleetdistill.device.secure import ANY_TERMS, SecureSums, SecureTerms
+from fleetdistill.errors import CannotAnswer, WireError
+from fleetdistill.knowledge import Parts, PrivateRows, SecureMessage
+from fleetdistill.methods.base import Answer, Ask
+from fleetdistill.methods.classstats_secure.config import ClassStatsSecureConfig
+from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, SHARES, UNMASK, statistics_digest
+from fleetdistill.secure.masks import Masks
+from fleetdistill.secure.member import endorse
+from fleetdistill.secure.primitives import from_bytes, lift, public_key, reduce, verification_key
+from fleetdistill.secure.session import KeysEntry, Parameters, session_id, session_threshold, unpack_members
+from fleetdistill.secure.shares import reconstruct, weights_at_zero
+from fleetdistill.state.files import Files
+from fleetdistill.state.privacy_ledger import PrivacyBudget
+from fleetdistill.state.secure_sessions import SecureSessions
+from fleetdistill.wire.codec import decode, encode
+from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.methods.cohort import DeviceAnswer, PayloadFor
+from fleetdistill_server.methods.secure.secure_sum import SecureSum, SumSession
+from fleetdistill_server.testing import FakeCohort
+
+CLASSES, DIMENSIONS = 3, 8
+ROSTER = bytes(range(32))
+Tamper = Callable[[str, str, SecureMessage], SecureMessage]
+"""Returns what arrives in place of a message, of a step, to or from a device."""
+
+
+def untouched(step: str, device: str, message: SecureMessage) -> SecureMessage:
+    return message
+
+
+class SecureFleet:
+    """Devices in one process, and the server's side of their sums.
+
+    Args:
+        directory: Folder of the state directories.
+        devices: Number of devices, `device-0` and so on.
+        terms: Terms of the devices; signers are added if the sum has signed keys.
+        budget: Privacy budget of the devices.
+        settings: Of the method.
+
+    Attributes:
+        refused: Reason of each refusal by step and device.
+        seen: What the server has received, by step and device.
+        events: Events of the devices.
+        sid: Id of the last sum.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        devices: int = 5,
+        *,
+        terms: SecureTerms = ANY_TERMS,
+        budget: PrivacyBudget | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = ClassStatsSecureConfig(**{"epsilon": 5.0, "dimensions": DIMENSIONS, **settings})
+        self.names = [f"device-{number}" for number in range(devices)]
+        self.contract = contract_pb2.Contract(run="sums", classes=["a", "b", "c"], input_shape=[1, 8, 8])
+        self.refused: dict[tuple[str, str], str] = {}
+        self.seen: dict[str, dict[str, SecureMessage]] = defaultdict(dict)
+        self.shares: dict[str, dict[int, dict[int, bytes]]] = {kind: defaultdict(dict) for kind in ("self", "mask")}
+        self.roster: list[str] = []
+        self.shared: frozenset[int] = frozenset()
+        self.entries: tuple[bytes, ...] = ()
+        self.events: list[Event] = []
+        self.sid = b""
+        self._directory, self._terms, self._budget = directory, terms, budget
+        for name in self.names:
+            (directory / name).mkdir(parents=True, exist_ok=True)
+
+    def device(self, name: str) -> SecureSums:
+        """A device that has just been started, with nothing but its state directory."""
+        signer = signer_of(name) if self.config.signs_keys else None
+        events = Events(DeviceLock(self.events.append), name)
+        terms = replace(self._terms, signer=signer) if self._terms.signer is None else self._terms
+        return SecureSums(self.files(name), name, terms, self._budget, events)
+
+    def files(self, name: str) -> Files:
+        return Files(self._directory / name)
+
+    def rows(self, name: str) -> PrivateRows:
+        random = np.random.default_rng(self.names.index(name))
+        return PrivateRows(random.normal(size=(12, DIMENSIONS)), np.arange(12) % CLASSES, CLASSES)
+
+    def answer(self, name: str, step: str, parts: Parts, number: int = 1) -> Parts:
+        """The answer of a freshly started device. Raises CannotAnswer or WireError if it refuses."""
+        rows = {"statistics": self.rows(name)} if step == KEYS else {}
+        ask = Ask(round=number, step=step, seed=0, parts=decode(encode(parts)))
+        return self.device(name).answer(Answer(parts=rows, samples=12), ask, self.contract, self.config).parts
+
+    def frozen(self, name: str) -> Any:
+        """What a device has frozen: the numbers of its input with noise; None without an open sum."""
+        session = SecureSessions(self.files(name)).open()
+        return None if session is None else from_bytes(session.numbers, self.parameters().width)
+
+    def parameters(self, **changes: Any) -> Parameters:
+        asked = len(self.names)
+        least, honest = self.config.fewest(asked), self.config.honest(asked)
+        return replace(self.config.parameters(CLASSES, DIMENSIONS, least=least, honest=honest), **changes)
+
+    def sum(
+        self,
+        *,
+        number: int = 1,
+        devices: Sequence[str] | None = None,
+        lost: Collection[tuple[str, str]] = (),
+        down: Tamper = untouched,
+        up: Tamper = untouched,
+        **parameters: Any,
+    ) -> SecureSum:
+        """Makes a sum.
+
+        Args:
+            number: Number of the round.
+            devices: Devices that are asked; all by default.
+            lost: Asks that get no answer, by step and device.
+            down: Changes a message of the server on its way to a device.
+            up: Changes an answer of a device on its way to the server; CannotAnswer loses it.
+            parameters: Changes of the sum's parameters.
+        """
+        cohort = FakeCohort(dict.fromkeys(self.names, lambda ask: None), number=number)
+
+        async def ask(step: str, payload: PayloadFor, *, to: Sequence[str]) -> AsyncIterator[DeviceAnswer]:
+            for name in to:
+                message = (payload(name) if callable(payload) else payload or {})["session"]
+                assert isinstance(message, SecureMessage)
+                if step == SHARES:
+                    self.roster = [entry.device for entry in message.entries]
+                    self.entries = tuple(entry.keys for entry in message.entries)
+                if (step, name) in lost:
+                    continue
+                shown = down(step, name, message)
+                try:
+                    parts = self.answer(name, step, {"session": shown}, number)
+                    changed = {part: up(step, name, sent) for part, sent in parts.items()}  # type: ignore[arg-type]
+                except (CannotAnswer, WireError) as reason:
+                    self.refused[step, name] = str(reason)
+                    continue
+                self.keep(step, name, shown, next(iter(changed.values())))
+                yield DeviceAnswer(name, 1, encode(changed))
+
+        agreed, nonce = self.parameters(**parameters), bytes([number]) * 32
+        digest = statistics_digest(["a", "b", "c"], [1, 8, 8], "scattering", "", b"")
+        session = SumSession(cohort, ask, agreed, run="sums", digest=digest, nonce=nonce)
+        self.cohort, self.sid = cohort, session_id("sums", number, 1, nonce, digest, agreed.pack())
+        return asyncio.run(session.sum(self.names if devices is None else devices))
+
+    def plain_sum(self, names: Sequence[str]) -> Any:
+        """The sum of what the devices have frozen, as signed integers."""
+        width = self.parameters().width
+        return lift(reduce(np.sum([self.frozen(name) for name in names], axis=0, dtype=np.uint64), width), width)
+
+    def opened(self, sid: bytes) -> dict[str, Any]:
+        """The inputs of single devices that the server can compute from all that it has received, by device.
+
+        It tries what a curious server can: for each device it reconstructs both secrets if it has enough shares of
+        them, and then takes the device's masks away.
+        """
+        width, needed = self.parameters().width, session_threshold(len(self.roster), 0)
+        masks = Masks(sid=sid, count=self.parameters().numbers, width=width)
+        result = {}
+        for name, message in self.seen[INPUT].items():
+            me, entry = self.roster.index(name), KeysEntry.read(self.entries[self.roster.index(name)])
+            own = _reconstruct(self.shares["self"][me], needed)
+            pairs = _reconstruct(self.shares["mask"][me], needed)
+            if own is None or pairs is None:
+                continue
+            secret = masks.mask_secret(pairs)
+            assert masks.commitment(own) == entry.commitment
+            assert public_key(secret) == entry.mask_key
+            assert message.numbers is not None
+            total = from_bytes(message.numbers.tobytes(), width) - masks.of_self(own)
+            for other in self.shared - {me}:
+                total -= masks.of_pair(me, secret, entry.mask_key, other, KeysEntry.read(self.entries[other]).mask_key)
+            result[name] = reduce(total, width)
+        return result
+
+    def keep(self, step: str, name: str, shown: SecureMessage, sent: SecureMessage) -> None:
+        """Keeps what the server learns from an answer to a message."""
+        self.seen[step][name] = sent
+        if step == INPUT:
+            self.shared = unpack_members(shown.members, len(self.roster))
+        if step != UNMASK:
+            return
+        assert sent.shares is not None
+        survivors = unpack_members(shown.members, len(self.roster))
+        for owner, share in zip(sorted(self.shared), sent.shares, strict=True):
+            kind = "self" if owner in survivors else "mask"
+            self.shares[kind][owner][self.roster.index(name)] = share.tobytes()
+
+
+def signer_of(name: str) -> Signer:
+    key = hashlib.sha256(name.encode()).digest()
+    endorsement = endorse(ROSTER, name, verification_key(key))
+    return Signer(key=key, endorsement=endorsement, roster_key=verification_key(ROSTER))
+
+
+def _reconstruct(held: Mapping[int, bytes], needed: int) -> bytes | None:
+    holders = sorted(held)[:needed]
+    if len(holders) < needed:
+        return None
+    weights = weights_at_zero([holder + 1 for holder in holders])
+    secret = reconstruct(weights, [int.from_bytes(held[holder], "little") for holder in holders])
+    return secret.to_bytes(32, "little")[:31]
