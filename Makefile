@@ -12,7 +12,7 @@ PROTOC := .protos-venv/bin
 WIRE := fleetdistill/wire/v1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all coverage mutation check docs format bench protos protos-check venv clean fuzz chaos kills run-kills stores wheels soak containers
+.PHONY: help demo test test-all coverage mutation check docs format bench protos protos-check venv clean fuzz chaos kills run-kills sums stores wheels soak containers
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,11 @@ kills: .venv/.installed  ## Kill apps with a device at random moments, and check
 
 run-kills: .venv/.installed  ## Kill commands and processes while operators change runs (KILLS=200, SEED=1)
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m chaos.run_changes --kills $(KILLS) --seed $(SEED)
+
+SESSIONS ?= 1000
+
+sums: .venv/.installed  ## Make secure sums while messages get lost and repeated, and look for wrong or opened ones (SESSIONS=1000, SEED=1)
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m chaos.secure_sums --sessions $(SESSIONS) --seed $(SEED)
 
 stores: .venv/.installed  ## Replay and kill runs of every method over PostgreSQL and an object store, too (ARGS as for test)
 	@OMP_NUM_THREADS=1 FLEETDISTILL_TESTS_EVERY_RUN_APART=1 $(BIN)/pytest -n 2 --dist worksteal -m postgres \
