@@ -356,6 +356,54 @@ def test_a_second_sum_without_one_device_needs_budget(tmp_path):
     assert set(fleet.refused.values()) == {"privacy budget used up"}
 
 
+def test_a_second_sum_of_one_round_is_charged(tmp_path):
+    """A server that lies asks for another sum in the same round, with another nonce: a budget of one sum refuses."""
+    fleet = SecureFleet(tmp_path, 5, keys="roster", min_in_sum=4)
+    parameters = fleet.parameters().pack()
+    fleet.answer("device-0", KEYS, {"session": SecureMessage(parameters=parameters, nonce=bytes(32))})
+    with pytest.raises(PrivacyBudgetError):
+        fleet.answer("device-0", KEYS, {"session": SecureMessage(parameters=parameters, nonce=bytes([1]) * 32)})
+    assert len(releases(tmp_path / "device-0")) == 1
+    assert fleet.frozen("device-0") is None
+
+
+def test_terms_with_more_colluders_than_devices_are_kept(tmp_path):
+    fleet = SecureFleet(tmp_path, 5, terms=SecureTerms(min_devices=3, colluders=9))
+    with pytest.raises(QuorumNotReached):
+        fleet.sum()
+    assert all("9 may add none" in text for text in fleet.refused.values())
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [np.zeros((), np.uint8), np.zeros((4, 79), np.uint8), np.zeros((4, 80), np.float32), np.zeros(320, np.uint8)],
+)
+def test_boxes_of_another_form_are_refused(tmp_path, boxes):
+    fleet = SecureFleet(tmp_path, 5)
+
+    def forge(step, name, message):
+        return dataclasses.replace(message, boxes=boxes) if step == INPUT else message
+
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(down=forge)
+    assert {step for step, _ in fleet.refused} == {INPUT}
+
+
+@pytest.mark.parametrize("name", ["", "x" * 70_000, "../a"])
+def test_a_list_with_an_id_that_is_none_is_refused(tmp_path, name):
+    fleet = SecureFleet(tmp_path, 5)
+
+    def forge(step, device, message):
+        entries = (
+            [*message.entries[:-1], dataclasses.replace(message.entries[-1], device=name)] if message.entries else []
+        )
+        return dataclasses.replace(message, entries=entries) if step == SHARES else message
+
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(down=forge)
+    assert {step for step, _ in fleet.refused} == {SHARES}
+
+
 @pytest.mark.parametrize(("keys", "spent"), [("unsigned", 1), ("roster", 2)])
 def test_a_short_sum_is_charged_again_unless_believed(tmp_path, keys, spent):
     """With unsigned keys a device believes the server that the first sum was short; with signed keys it does not."""

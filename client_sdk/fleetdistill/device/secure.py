@@ -17,6 +17,7 @@ import numpy as np
 from fleetdistill.checked import check_type
 from fleetdistill.device.events import Events
 from fleetdistill.errors import ConfigurationError, PeerError, PrivacyBudgetError, SumRefusedError, WireError
+from fleetdistill.names import is_name
 from fleetdistill.state.files import Files
 from fleetdistill.state.privacy_ledger import PrivacyBudget, PrivacyLedger, fingerprint
 from fleetdistill.state.secure_sessions import SecureSession, SecureSessions, Steps
@@ -239,7 +240,7 @@ class SecureSums:
                 f"this device takes part in sums of at least {fewest} devices, this one may have {parameters.least}"
             )
         colluders = max(terms.colluders, config.colluders_of(parameters.least))
-        if parameters.honest > max(1, parameters.least - colluders):
+        if parameters.honest > parameters.least - colluders:
             raise SumRefusedError(
                 f"the sum counts on the noise of {parameters.honest} of {parameters.least} devices; this device "
                 f"requires that {colluders} may add none"
@@ -281,7 +282,7 @@ class SecureSums:
             numbers=to_bytes(wrap(sums + noise_vector(parameters), width), width),
             parameters=parameters.pack(),
             rows=content,
-            paid_round=earlier.paid_round if earlier is not None and believed else round,
+            paid_by=earlier.paid_by if earlier is not None and believed else sid,
             began=self._now(),
         )
         self._sessions.begin(session)
@@ -289,20 +290,21 @@ class SecureSums:
 
     def _charge(self, session: SecureSession, config: ClassStatsSecureConfig) -> None:
         """Records a sum in the privacy ledger, unless it is there. Raises PrivacyBudgetError after destroying it."""
-        ledger, key = PrivacyLedger(self._files), (session.run, session.paid_round, session.rows)
-        if any((release.run, release.round, release.rows) == key for release in ledger.releases):
+        ledger, paid_by = PrivacyLedger(self._files), session.paid_by.hex()
+        if any(release.sum == paid_by for release in ledger.releases):
             return
         wanted = config.guarantee
         most = self._budget or PrivacyBudget(wanted.epsilon, wanted.delta)
         try:
             recorded = ledger.record(
                 run=session.run,
-                round=session.paid_round,
+                round=session.round,
                 mu=wanted.mu,
                 exact=True,
                 rows=session.rows,
                 most=most,
                 time=self._now(),
+                sum=paid_by,
             )
         except PrivacyBudgetError:
             self._sessions.discard()
@@ -386,6 +388,8 @@ class _Part:
         entries = tuple(entry.keys for entry in message.entries)
         if [entry.index for entry in message.entries] != list(range(len(devices))):
             raise WireError("the devices of a sum are not numbered from 0")
+        if not all(is_name(device) for device in devices):
+            raise WireError("a device of the sum has no valid id")
         self._check_count("keys", len(devices))
         if len(devices) > self._parameters.most:
             raise SumRefusedError(f"the sum has {len(devices)} devices, at most {self._parameters.most} are allowed")
@@ -412,6 +416,7 @@ class _Part:
 
     def masked_input(self, message: SecureMessage) -> tuple[Mapping[str, SecureMessage], Mapping[str, Any]]:
         """Step 3: opens all boxes, and masks the input for the devices that sent boxes."""
+        from fleetdistill.knowledge.secure import BOX_BYTES
         from fleetdistill.methods.classstats_secure.exchange import INPUT
         from fleetdistill.secure.primitives import to_bytes
 
@@ -421,7 +426,7 @@ class _Part:
             raise SumRefusedError("too few devices sent shares, or this device is not among them")
         senders = sorted(shared - {self._index})
         sent = message.boxes
-        if sent is None or sent.shape[0] != len(senders):
+        if sent is None or sent.dtype != np.uint8 or sent.shape != (len(senders), BOX_BYTES):
             raise WireError("the boxes for this device are not those of the devices that sent shares")
         boxes = {index: row.tobytes() for index, row in zip(senders, sent, strict=True)}
         numbers = self._member.masked_numbers(self._index, self._others, self._steps.roster, boxes)

@@ -64,6 +64,7 @@ class Release:
         rows: Fingerprint of the rows, 64 hexadecimal digits.
         epsilon: Of this and all earlier releases together, at the delta of the budget that applied.
         time: Unix time in seconds.
+        sum: Id of the secure sum that it was for, hexadecimal; empty for noise on this device alone.
     """
 
     run: str
@@ -73,6 +74,7 @@ class Release:
     rows: str
     epsilon: float
     time: float
+    sum: str = ""
 
 
 class PrivacyLedger:
@@ -95,7 +97,16 @@ class PrivacyLedger:
         return _epsilon([(release.mu, release.exact) for release in self.releases], delta)
 
     def record(
-        self, *, run: str, round: int, mu: float, exact: bool, rows: str, most: PrivacyBudget, time: float
+        self,
+        *,
+        run: str,
+        round: int,
+        mu: float,
+        exact: bool,
+        rows: str,
+        most: PrivacyBudget,
+        time: float,
+        sum: str = "",
     ) -> Release:
         """Adds a release, durably, and returns it. Call it before drawing the noise.
 
@@ -109,6 +120,7 @@ class PrivacyLedger:
             rows: From `fingerprint`.
             most: Most that all releases together may spend.
             time: Unix time in seconds.
+            sum: Id of the secure sum, hexadecimal; empty without one.
 
         Raises:
             PrivacyBudgetError: The release would exceed `most`. Nothing is recorded.
@@ -117,7 +129,7 @@ class PrivacyLedger:
         epsilon = _epsilon(noise, most.delta)
         if epsilon > most.epsilon * (1 + _TOLERANCE):
             raise PrivacyBudgetError(spent=self.spent(most.delta), wanted=epsilon)
-        release = Release(run=run, round=round, mu=mu, exact=exact, rows=rows, epsilon=epsilon, time=time)
+        release = Release(run=run, round=round, mu=mu, exact=exact, rows=rows, epsilon=epsilon, time=time, sum=sum)
         self._save([*self.releases, release])
         self.releases.append(release)
         failpoints.hit("device.privacy.after-record")

@@ -41,7 +41,7 @@ class SecureSession:
         numbers: Encoded input with its noise, the numbers as bytes.
         parameters: The sum's parameters, 44 bytes.
         rows: Fingerprint of the rows, as in the privacy ledger.
-        paid_round: Round of the release in the privacy ledger that this sum belongs to: its own, or that of an earlier
+        paid_by: Id of the sum whose release in the privacy ledger counts for this one: its own, or that of an earlier
             sum which was not finished.
         began: Unix time in seconds.
     """
@@ -53,7 +53,7 @@ class SecureSession:
     numbers: bytes
     parameters: bytes
     rows: str
-    paid_round: int
+    paid_by: bytes
     began: float
 
 
@@ -123,7 +123,7 @@ class SecureSessions:
         if (earlier := self.open()) is not None:
             self._note_end(earlier, NOT_COUNTED)
         content = asdict(session)
-        for name in ("sid", "root", "parameters"):
+        for name in ("sid", "root", "parameters", "paid_by"):
             content[name] = content[name].hex()
         content["numbers"] = base64.b64encode(session.numbers).decode()
         failpoints.hit("device.secure.before-freeze")
@@ -207,7 +207,7 @@ def _session_of(saved: Mapping[str, Any]) -> SecureSession:
         numbers=base64.b64decode(saved["numbers"], validate=True),
         parameters=bytes.fromhex(saved["parameters"]),
         rows=str(saved["rows"]),
-        paid_round=int(saved["paid_round"]),
+        paid_by=bytes.fromhex(saved["paid_by"]),
         began=float(saved["began"]),
     )
 
