@@ -187,7 +187,7 @@ class LightCompute(DeliveringCompute[LightModel]):
 
     def first_ask(self) -> Ask:
         """Returns an ask like the first one of the run, made without the server."""
-        return Ask(round=1, step=self._statistics.sending_steps[0], seed=0)
+        return self._statistics.first_ask()
 
     def answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         """Returns the device's statistics, or loads the fleet's space and scores the variants made from it."""

@@ -53,7 +53,7 @@ class ClassStatsDevice(DeviceMethod):
     # --- steps
 
     def first_ask(self) -> Ask:
-        return Ask(round=1, step=self.statistics.sending_steps[0], seed=0)
+        return self.own.first_ask()
 
     @answers("summarise")
     def summarise(self, ask: Ask) -> Answer:

@@ -112,7 +112,7 @@ class DeviceStatistics:
         labels: Classes of the device's rows, `[n]`.
         min_samples: Minimum number of rows of a class in `moments`, at least 1.
         rows_per_direction: Minimum degrees of freedom per direction of the sent covariance, at least 1.
-        sending_steps: Steps in which the device sends its statistics, the run's first step first.
+        sending_steps: Steps in which the device sends its statistics, in their order.
     """
 
     sending_steps: ClassVar[Sequence[str]] = ("summarise",)
@@ -147,6 +147,10 @@ class DeviceStatistics:
     def summarise(self) -> Answer:
         """Returns the answer to the step `summarise`."""
         raise NotImplementedError
+
+    def first_ask(self) -> Ask:
+        """Returns an ask like the first one of a run; see `DeviceMethod.first_ask`."""
+        return Ask(round=1, step=self.sending_steps[0], seed=0)
 
     def send(self, step: str) -> Answer:
         """Returns the answer to one of `sending_steps`."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from fleetdistill.methods.base import Answer
+from fleetdistill.knowledge import SecureMessage
+from fleetdistill.methods.base import Answer, Ask
 from fleetdistill.methods.classstats_private.exchange import PrivateStatistics
+from fleetdistill.methods.classstats_secure.config import MIN_IN_SUM, ClassStatsSecureConfig
 
 KEYS, SHARES, INPUT, CHECK, UNMASK = "secure_keys", "secure_shares", "secure_input", "secure_check", "secure_unmask"
 STEPS = (KEYS, SHARES, INPUT, CHECK, UNMASK)
@@ -19,7 +21,17 @@ _FEATURES_VERSION = "1"
 class SecureStatistics(PrivateStatistics):
     """Statistics that leave the device only under a mask."""
 
+    _config: ClassStatsSecureConfig
+
     sending_steps = STEPS
+
+    def first_ask(self) -> Ask:
+        """Returns an ask for the keys of a sum of as few devices as the run allows."""
+        config, fewest = self._config, max(MIN_IN_SUM, self._config.min_in_sum)
+        honest = max(1, fewest - config.colluders_of(fewest))
+        parameters = config.parameters(self._classes, self.rows.shape[1], least=fewest, honest=honest)
+        session = SecureMessage(parameters=parameters.pack(), nonce=bytes(32))
+        return Ask(round=1, step=KEYS, seed=0, parts={"session": session})
 
     def send(self, step: str) -> Answer:
         """Returns all rows in the first step, and nothing in the others, which the device answers from its session."""
