@@ -16,6 +16,7 @@ from support.long import long_except
 from support.sqlite import tables_of
 
 from fleetdistill import Device, Step
+from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_lab.simulation.spec.device import make_device
 from fleetdistill_lab.simulation.spec.plan import NO_DEADLINE_SECONDS, RUN
 from fleetdistill_server.config.run_config import RunConfig, run_config
@@ -86,7 +87,8 @@ class Turns:
 def test_a_device_that_never_answers_is_asked_ever_less_often(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, specs, _ = prepare(replace(RUNS[method], devices=3, rounds=ROUNDS, alpha=10.0), tmp_path / "work")
+    devices = 4 if RUNS[method].configuration().sums_securely else 3  # two of three are the quorum; a sum needs three
+    config, specs, _ = prepare(replace(RUNS[method], devices=devices, rounds=ROUNDS, alpha=10.0), tmp_path / "work")
     store, clock = Store.in_memory(), MovedClock()
     store.asks.clock = clock.clock()
     api = DeviceApi(store)
@@ -95,7 +97,7 @@ def test_a_device_that_never_answers_is_asked_ever_less_often(
         monkeypatch.setattr(silent._handler, "handle", lambda ask, terms: (Step.DECLINED, 0.0))
         asyncio.run(Engine(store, config, Turns(store, honest, silent, clock)).run())
     rounds = store.runs.rounds(RUN)
-    assert [row.status for row in rounds] == ["closed"] * ROUNDS, "two of three are the quorum"
+    assert [row.status for row in rounds] == ["closed"] * ROUNDS
     late = {row.round for row in store.history.events(RUN, "late") if row.round < ROUNDS}
     assert late
     with_it = {row.number for row in rounds if silent.device_id in row.cohort}
@@ -110,6 +112,25 @@ def test_a_device_that_never_answers_is_asked_ever_less_often(
         ]
     assert len(late) <= 3
     assert_no_upload_lost(store)
+    store.close()
+
+
+def test_device_without_which_no_sum_is_made_is_always_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, specs, _ = prepare(replace(RUNS["classstats_secure"], devices=3, rounds=1, alpha=10.0), tmp_path / "work")
+    store, clock = Store.in_memory(), MovedClock()
+    store.asks.clock = clock.clock()
+    with ExitStack() as stack:
+        *honest, silent = (stack.enter_context(make_device(spec, MemoryLink(DeviceApi(store)))) for spec in specs)
+        handle = silent._handler.handle
+
+        def handle_from_round_5(ask: service_pb2.Ask, terms: service_pb2.CheckInResponse) -> tuple[Step, float]:
+            return handle(ask, terms) if ask.round >= 5 else (Step.DECLINED, 0.0)
+
+        monkeypatch.setattr(silent._handler, "handle", handle_from_round_5)
+        asyncio.run(Engine(store, config, Turns(store, honest, silent, clock)).run())
+    rounds = store.runs.rounds(RUN)
+    assert [row.status for row in rounds] == ["short"] * 4 + ["closed"]
+    assert {len(row.cohort) for row in rounds} == {3}
     store.close()
 
 

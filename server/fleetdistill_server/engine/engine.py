@@ -312,11 +312,13 @@ class Engine:
     def _due(self, profiles: Mapping[str, bytes]) -> Collection[str] | None:
         """Returns the devices that may take part in the next round; None if no round is due.
 
-        Devices that were late repeatedly are left out as long as the others suffice for the quorum of `min_devices`.
-        In a run without a last round they take part only when the other devices alone make no round due.
+        Devices that were late repeatedly are left out as long as the others suffice for the quorum of `min_devices`,
+        and for the fewest devices with which the method has a result. In a run without a last round they take part only
+        when the other devices alone make no round due.
         """
         left_out = self._store.devices.left_out(self._name, self._stored().next_round)
-        least = math.ceil(self._config.run.quorum * self._needed_devices() - 1e-9)
+        quorum = math.ceil(self._config.run.quorum * self._needed_devices() - 1e-9)
+        least = max(quorum, min(self._needed_devices(), self._method_needs()))
         for those in (available(profiles, left_out, least), profiles):
             if not self._endless or self.method.is_due({name: _data_version(of) for name, of in those.items()}):
                 return those.keys()
@@ -325,7 +327,10 @@ class Engine:
     def _needed_devices(self) -> int:
         """Returns how many devices must be present for a round to begin."""
         alone = self._endless and self.method.picks_devices and self._completed() > 0
-        return 1 if alone else max(self._config.run.min_devices, self.method.needs(self.method.config).min_devices)
+        return 1 if alone else max(self._config.run.min_devices, self._method_needs())
+
+    def _method_needs(self) -> int:
+        return self.method.needs(self.method.config).min_devices
 
     def _reload_if_changed(self) -> None:
         """Reloads the method's state if the run's checkpoint has changed, for example after a device was forgotten."""
