@@ -50,6 +50,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "classstats": {"method": "classstats", "rounds": 1},
     "classstats_private, epsilon 8": {"method": "classstats_private", "rounds": 1, "settings": {"epsilon": 8.0}},
     "classstats_secure, epsilon 8": {"method": "classstats_secure", "rounds": 1, "settings": {"epsilon": 8.0}},
+    "classstats_summed": {"method": "classstats_summed", "rounds": 1},
 }
 """For each method, the fields of `Simulation` that differ from the fleet's; `settings` are added to `LOCAL`."""
 _SAME = Simulation(

@@ -307,7 +307,7 @@ def test_json_has_a_row_for_every_method() -> None:
     rows = {name: all_rows[name] for name in METHODS}
     assert {name for name, row in rows.items() if row["labels_leave"]} == {"fedd2s", "feddkc"}
     measured = figures()["forms"]
-    assert rows.keys() - measured.keys() == {"classstats_secure"}
+    assert rows.keys() - measured.keys() == {"classstats_secure", "classstats_summed"}
     for name, row in rows.items():
         if name not in measured:
             assert row["linked"] == "not measured"
@@ -319,19 +319,21 @@ def test_json_has_a_row_for_every_method() -> None:
         "classstats",
         "classstats_private",
         "classstats_secure",
+        "classstats_summed",
         "feddkc",
     }
     assert {name for name, row in rows.items() if row["recommended"]} == {
         "classstats",
         "classstats_private",
         "classstats_secure",
+        "classstats_summed",
     }
     assert {name for name, row in rows.items() if row["proxy_set"]} == {"cdkt"}
     assert {name: row["exchanges"] for name, row in rows.items()} == {
         **dict.fromkeys(("cdkt", "dafkd", "fedavg", "feddkc"), 1),
         **dict.fromkeys(("classstats", "classstats_private", "fedd2s"), 2),
         "feddkd": 4,
-        "classstats_secure": 5,
+        **dict.fromkeys(("classstats_secure", "classstats_summed"), 5),
     }
 
 

@@ -488,7 +488,12 @@ def test_every_method_is_in_the_table() -> None:
     """And with the methods of class statistics the devices without PyTorch."""
     assert {RUNS[name].method for name, compute in FLEETS if compute == "torch"} == set(known_methods())
     assert LIGHT
-    assert {RUNS[name].method for name in LIGHT} == {"classstats", "classstats_private", "classstats_secure"}
+    assert {RUNS[name].method for name in LIGHT} == {
+        "classstats",
+        "classstats_private",
+        "classstats_secure",
+        "classstats_summed",
+    }
     assert config_class("classstats")
 
 

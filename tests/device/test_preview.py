@@ -166,6 +166,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "classstats": {"features": "model", "dimensions": 0},
     "classstats_private": {"features": "model"},
     "classstats_secure": {"features": "model"},
+    "classstats_summed": {"features": "model", "dimensions": 0},
     "dafkd": {"kd_samples": 4, "generator": "embedding_generator", "noise_dim": 3},
 }
 CONTAINS = {
@@ -173,6 +174,7 @@ CONTAINS = {
     "classstats": ("class_statistics", "counts"),
     "classstats_private": ("class_statistics", "counts"),
     "classstats_secure": ("class_statistics", "counts"),
+    "classstats_summed": ("class_statistics", "counts"),
     "dafkd": ("metrics", "parameters"),
     "fedavg": ("metrics", "parameters"),
     "fedd2s": ("features", "labels", "metrics"),

@@ -23,7 +23,7 @@ from fleetdistill.errors import (
     StateError,
     SumRefusedError,
 )
-from fleetdistill.knowledge import Plan, SecureMessage
+from fleetdistill.knowledge import Plan, PrivateRows, SecureMessage
 from fleetdistill.methods.base import Answer, Ask
 from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK
 from fleetdistill.secure.member import endorse
@@ -35,6 +35,8 @@ from fleetdistill.state.secure_sessions import SecureSessions
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.methods.secure.secure_sum import SecureSum
 
+SUMMED = "classstats_summed"
+METHODS = pytest.mark.parametrize("method", ["classstats_secure", SUMMED])
 BOTH = pytest.mark.parametrize("keys", ["unsigned", "roster"])
 STEPS = {"unsigned": (KEYS, SHARES, INPUT, UNMASK), "roster": (KEYS, SHARES, INPUT, CHECK, UNMASK)}
 
@@ -47,9 +49,10 @@ def signed(fleet: SecureFleet, result: SecureSum) -> np.ndarray:
 
 
 @BOTH
+@METHODS
 @pytest.mark.parametrize("step", ["nothing", KEYS, SHARES, INPUT, CHECK, UNMASK])
-def test_a_device_may_vanish_at_every_step(tmp_path, keys, step):
-    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
+def test_a_device_may_vanish_at_every_step(tmp_path, keys, method, step):
+    fleet = SecureFleet(tmp_path, 5, method=method, keys=keys, min_in_sum=4)
     result = fleet.sum(lost=[(step, "device-2")])
     members = [name for name in fleet.names if name != "device-2" or step in ("nothing", CHECK, UNMASK)]
     assert list(result.devices) == members or (keys == "unsigned" and step == CHECK)
@@ -367,12 +370,26 @@ def test_a_second_sum_without_one_device_needs_budget(tmp_path):
 def test_a_second_sum_of_one_round_is_charged(tmp_path):
     """A server that lies asks for another sum in the same round, with another nonce: a budget of one sum refuses."""
     fleet = SecureFleet(tmp_path, 5, keys="roster", min_in_sum=4)
-    parameters = fleet.parameters().pack()
-    fleet.answer("device-0", KEYS, {"session": SecureMessage(parameters=parameters, nonce=bytes(32))})
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(lost=[(CHECK, name) for name in fleet.names])
+    message = SecureMessage(parameters=fleet.parameters().pack(), nonce=bytes([9]) * 32)
     with pytest.raises(PrivacyBudgetError):
-        fleet.answer("device-0", KEYS, {"session": SecureMessage(parameters=parameters, nonce=bytes([1]) * 32)})
+        fleet.answer("device-0", KEYS, {"session": message})
     assert len(releases(tmp_path / "device-0")) == 1
     assert fleet.frozen("device-0") is None
+
+
+@BOTH
+def test_a_sum_in_which_nothing_was_sent_is_not_charged(tmp_path, keys):
+    """Until its masked input leaves, nothing that depends on the device's rows has left it."""
+    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
+    parameters = fleet.parameters().pack()
+    for nonce in range(3):
+        fleet.answer("device-0", KEYS, {"session": SecureMessage(parameters=parameters, nonce=bytes([nonce]) * 32)})
+    assert len(releases(tmp_path / "device-0")) == 1
+    result = fleet.sum(number=2)
+    assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names))
+    assert len(releases(tmp_path / "device-0")) == 1
 
 
 def test_terms_with_more_colluders_than_devices_are_kept(tmp_path):
@@ -414,7 +431,10 @@ def test_a_list_with_an_id_that_is_none_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize(("keys", "spent"), [("unsigned", 1), ("roster", 2)])
 def test_a_short_sum_is_charged_again_unless_believed(tmp_path, keys, spent):
-    """With unsigned keys a device believes the server that the first sum was short; with signed keys it does not."""
+    """With unsigned keys a device believes the server that the first sum was short; with signed keys it does not.
+
+    A device that has not sent its masked input knows it.
+    """
     budget = PrivacyBudget(20.0, 1e-5)
     fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4, budget=budget)
     with pytest.raises(QuorumNotReached):
@@ -424,7 +444,115 @@ def test_a_short_sum_is_charged_again_unless_believed(tmp_path, keys, spent):
     assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names))
     for name in fleet.names:
         assert not np.array_equal(before[name], fleet.frozen(name)), "new noise"
-        assert len(json.loads((tmp_path / name / "privacy.json").read_bytes())["releases"]) == spent
+        assert len(releases(tmp_path / name)) == (1 if name in ("device-1", "device-2") else spent)
+
+
+# --- sums without noise
+
+
+def asked_again(fleet: SecureFleet, name: str, nonce: int = 9, number: int = 2) -> None:
+    message = SecureMessage(parameters=fleet.parameters().pack(), nonce=bytes([nonce]) * 32)
+    fleet.answer(name, KEYS, {"session": message}, number)
+
+
+@BOTH
+def test_without_noise_a_second_sum_of_a_run_is_refused(tmp_path, keys):
+    """Differencing: a second sum over one device less would give that device's part."""
+    fleet = SecureFleet(tmp_path, 5, method=SUMMED, keys=keys, min_in_sum=4)
+    result = fleet.sum()
+    assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names))
+    for name in fleet.names:
+        learn(fleet, name, counted=True)
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(number=2, devices=fleet.names[:4])
+    assert {text.split(",")[0] for text in fleet.refused.values()} == {"this device is in a sum of this run"}
+    assert fleet.frozen("device-0") is None
+
+
+def test_a_short_sum_without_noise_is_repeated_if_believed(tmp_path):
+    fleet = SecureFleet(tmp_path, 5, method=SUMMED, min_in_sum=4)
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(lost=[(UNMASK, name) for name in fleet.names])
+    roots = {name: root_of(fleet, name) for name in fleet.names}
+    result = fleet.sum(number=2)
+    assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names))
+    assert all(root_of(fleet, name) != roots[name] for name in fleet.names)
+
+
+def test_a_short_sum_without_noise_is_not_believed_if_signed(tmp_path):
+    """The server may have unmasked the sum; a device whose masked input never left may be summed."""
+    fleet = SecureFleet(tmp_path, 5, method=SUMMED, keys="roster", min_in_sum=4)
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(lost=[(INPUT, "device-4"), *((CHECK, name) for name in fleet.names)])
+    for name in fleet.names[:4]:
+        with pytest.raises(SumRefusedError, match="or may be; without noise"):
+            asked_again(fleet, name)
+    asked_again(fleet, "device-4")
+
+
+@pytest.mark.parametrize("end", ["conflict", "expired"])
+def test_a_sum_without_noise_that_ended_after_input_counts(tmp_path, end):
+    fleet = SecureFleet(tmp_path, 5, method=SUMMED, min_in_sum=4)
+    fleet.sum()
+    sessions = SecureSessions(fleet.files("device-0"))
+    session = sessions.open()
+    assert session is not None
+    sessions.end(session, end)
+    with pytest.raises(SumRefusedError, match="this device is in a sum of this run, or may be"):
+        asked_again(fleet, "device-0")
+
+
+def test_the_sum_that_contains_a_device_is_never_forgotten(tmp_path):
+    """However many sums in which nothing was sent a server begins in other runs."""
+    fleet = SecureFleet(tmp_path, 3, method=SUMMED)
+    fleet.sum()
+    learn(fleet, "device-0", counted=True)
+    sessions = SecureSessions(fleet.files("device-0"))
+    fleet.contract.run = "other"
+    for number in range(120):
+        asked_again(fleet, "device-0", nonce=number)
+        session = sessions.open()
+        assert session is not None
+        sessions.end(session, "conflict")
+    fleet.contract.run = "sums"
+    with pytest.raises(SumRefusedError, match="this device is in a sum of this run"):
+        asked_again(fleet, "device-0", nonce=200)
+
+
+def test_too_many_rows_for_a_sum_without_noise_are_refused(tmp_path):
+    fleet = SecureFleet(tmp_path, 3, method=SUMMED, max_rows=1 << 20, max_in_sum=1000)
+    assert fleet.parameters().max_rows == 1048
+    many = PrivateRows(np.zeros((1049, 8)), np.zeros(1049, np.int64), 3)
+    fleet.rows = lambda name: many  # type: ignore[method-assign]
+    with pytest.raises(QuorumNotReached):
+        fleet.sum()
+    says = "the sum takes at most 1048 rows of one device; raise max_rows, or lower max_in_sum"
+    assert set(fleet.refused.values()) == {says}
+
+
+def test_clipped_features_are_told_to_the_app_only(tmp_path):
+    fleet = SecureFleet(tmp_path, 3, method=SUMMED)
+    large = PrivateRows(np.tile([[40.0] + [1.0] * 7], (12, 1)), np.arange(12) % 3, 3)
+    fleet.rows = lambda name: large  # type: ignore[method-assign]
+    fleet.sum()
+    (text,) = {event.text for event in fleet.events if event.kind == "features-clipped"}
+    assert text.startswith("round 1: 12.5% of the features are beyond 32, and count as 32")
+
+
+def test_devices_join_sums_without_noise_only_if_allowed():
+    contract = contract_pb2.Contract(run="plain", method=SUMMED)
+    with pytest.raises(ConfigurationError, match=r"run 'plain' sums without noise.*classstats_secure.*without_noise"):
+        check_secure(contract, SecureTerms())
+    check_secure(contract, SecureTerms(without_noise=True))
+    check_secure(contract, None)
+    with pytest.raises(ConfigurationError, match="without_noise"):
+        SecureTerms(without_noise=1)  # type: ignore[arg-type]
+
+
+def root_of(fleet: SecureFleet, name: str) -> bytes:
+    session = SecureSessions(fleet.files(name)).open()
+    assert session is not None
+    return session.root
 
 
 def learn(fleet: SecureFleet, name: str, *, counted: bool) -> None:
@@ -487,13 +615,16 @@ class Crash(BaseException):
 
 
 POINTS = ("secure.before-freeze", "secure.after-freeze", "privacy.after-record", "secure.after-step")
+CRASHES = [("classstats_secure", point) for point in POINTS] + [
+    (SUMMED, point) for point in POINTS if point.startswith("secure")
+]
 
 
 @BOTH
-@pytest.mark.parametrize("point", POINTS)
-def test_a_crash_at_every_failpoint_of_every_step(tmp_path, monkeypatch, keys, point):
+@pytest.mark.parametrize(("method", "point"), CRASHES)
+def test_a_crash_at_every_failpoint_of_every_step(tmp_path, monkeypatch, keys, method, point):
     """A device that dies at a failpoint of a step answers the repeated ask, with one input for each session."""
-    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
+    fleet = SecureFleet(tmp_path, 5, method=method, keys=keys, min_in_sum=4)
     died, inputs = [], set()
 
     def die(step, name, message):
@@ -518,7 +649,7 @@ def test_a_crash_at_every_failpoint_of_every_step(tmp_path, monkeypatch, keys, p
     expected = STEPS[keys] if point == "secure.after-step" else (KEYS,)
     assert {step for step, _ in died} == set(expected)
     for name in fleet.names:
-        assert len(json.loads((tmp_path / name / "privacy.json").read_bytes())["releases"]) == 1
+        assert method == SUMMED or len(releases(tmp_path / name)) == 1
         with monkeypatch.context() as patch:
             patch.setattr(failpoints, "hit", _crash_after_end)
             with pytest.raises(Crash):
@@ -584,8 +715,8 @@ def test_terms_are_checked_at_construction():
 def test_a_device_with_terms_refuses_other_runs():
     contract = contract_pb2.Contract(run="open", method="fedavg")
     with pytest.raises(ConfigurationError, match=r"run 'open' has no secure sums.*classstats_secure"):
-        check_secure(contract, required=True)
-    check_secure(contract, required=False)
+        check_secure(contract, SecureTerms())
+    check_secure(contract, None)
 
 
 def test_a_budget_below_the_sums_epsilon_is_kept(tmp_path):

@@ -40,15 +40,17 @@ def small_run(method: str) -> RunConfig:
     )
 
 
-ONNX_DIFFERENCE = {"classstats": 1e-2, "classstats_private": 1e-2, "classstats_secure": 1e-2, "fedcgs": 1e-2}
+STATISTICS = ("classstats", "classstats_private", "classstats_secure", "classstats_summed")
+ONNX_DIFFERENCE = dict.fromkeys((*STATISTICS, "fedcgs"), 1e-2)
 """Where logits are not of the size 1: those of class statistics and of Gaussian classifiers are of hundreds."""
-UNTRAINED = {"classstats_private", "classstats_secure", "fedcgs", "fedpft"}
+UNTRAINED = {"classstats_private", "classstats_secure", "classstats_summed", "fedcgs", "fedpft"}
 """Methods whose devices do not train."""
 LOSSES = {"classstats": "classstats with a trained predictor"}
 """The run that trains, of a method that does not train by default."""
 
 EVERY_STEP: dict[str, dict[str, Any]] = {
     "classstats_secure": {"keys": "roster"},
+    "classstats_summed": {"keys": "roster"},
     "dafkd": {"discriminator_location": "device", "sync": "exact"},
 }
 """Settings with which a method asks each of its steps, where it does not by default."""

@@ -38,6 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "classstats": {"features": "model", "dimensions": 0},
     "classstats_private": {"features": "model", "epsilon": 3.0},
     "classstats_secure": {"features": "model", "epsilon": 3.0},
+    "classstats_summed": {"features": "model"},
     "dafkd": {"kd_samples": 4, "generator": "embedding_generator", "noise_dim": 3, "local_epochs": 1},
 }
 RECEIVED: dict[str, Message] = {

@@ -41,6 +41,7 @@ def test_every_method_is_compared(script: Any) -> None:
         ("classstats", ["float32"]),
         ("classstats_private, epsilon 8", ["float32"]),
         ("classstats_secure, epsilon 8", ["float32"]),
+        ("classstats_summed", ["float32"]),
     ],
 )
 def test_a_method_runs_with_the_encodings_that_change_its_bytes(script: Any, method: str, types: list[str]) -> None:

@@ -87,6 +87,7 @@ EVERY_METHOD = sorted({*METHODS, *BASELINES})
 DEFAULTS: dict[str, dict[str, Any]] = {
     "classstats_private": {"settings": {"epsilon": 20.0, "dimensions": 32}, "train_limit": 400},
     "classstats_secure": {"settings": {"epsilon": 20.0, "dimensions": 32}, "train_limit": 400, "devices": 3},
+    "classstats_summed": {"train_limit": 400, "devices": 3},
     "feddf": {"settings": {"local_epochs": 5}},
     "fedgen": {"settings": {"alpha": 1.0, "beta": 1.0}},
     "fedproto": {"models": ("digits_linear", "digits_cnn_small")},
@@ -108,8 +109,8 @@ RUNS = {
 """A short run of every method with its defaults, and of every variant."""
 HOSTILE = replace(SMALL, method="fedavg", devices=5, train_limit=150, alpha=100.0, hostile=1, attack="scaled")
 """A fleet of which one device is left out of every mean."""
-REPRODUCIBLE = [name for name, wanted in RUNS.items() if wanted.configuration().guarantee is None]
-"""Runs whose uploads depend on the seed alone; the noise of private ones comes from the operating system."""
+REPRODUCIBLE = [name for name, wanted in RUNS.items() if not wanted.configuration().hides_rows]
+"""Runs whose uploads depend on the seed alone; noise and masks come from the operating system."""
 ROUNDS_OF_ANY_SIZE = [name for name, wanted in RUNS.items() if not wanted.configuration().sums_securely]
 """Runs in which a round of one or two devices has a result; a secure sum needs three."""
 every_run = pytest.mark.parametrize("name", RUNS)

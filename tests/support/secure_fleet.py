@@ -17,8 +17,8 @@ from fleetdistill.device.events import DeviceLock, Event, Events
 from fleetdistill.device.secure import ANY_TERMS, SecureSums, SecureTerms
 from fleetdistill.errors import CannotAnswer, WireError
 from fleetdistill.knowledge import Parts, PrivateRows, SecureMessage
+from fleetdistill.methods import config_class
 from fleetdistill.methods.base import Answer, Ask
-from fleetdistill.methods.classstats_secure.config import ClassStatsSecureConfig
 from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, SHARES, UNMASK, statistics_digest
 from fleetdistill.secure.masks import Masks
 from fleetdistill.secure.member import endorse
@@ -52,6 +52,7 @@ class SecureFleet:
         devices: Number of devices, `device-0` and so on.
         terms: Terms of the devices; signers are added if the sum has signed keys.
         budget: Privacy budget of the devices.
+        method: classstats_secure or classstats_summed.
         settings: Of the method.
 
     Attributes:
@@ -68,9 +69,11 @@ class SecureFleet:
         *,
         terms: SecureTerms = ANY_TERMS,
         budget: PrivacyBudget | None = None,
+        method: str = "classstats_secure",
         **settings: Any,
     ) -> None:
-        self.config = ClassStatsSecureConfig(**{"epsilon": 5.0, "dimensions": DIMENSIONS, **settings})
+        own = {"epsilon": 5.0} if method == "classstats_secure" else {"min_samples": 2, "rows_per_direction": 3}
+        self.config = config_class(method)(**{"dimensions": DIMENSIONS, **own, **settings})
         self.names = [f"device-{number}" for number in range(devices)]
         self.contract = contract_pb2.Contract(run="sums", classes=["a", "b", "c"], input_shape=[1, 8, 8])
         self.refused: dict[tuple[str, str], str] = {}
@@ -111,9 +114,8 @@ class SecureFleet:
         return None if session is None else from_bytes(session.numbers, self.parameters().width)
 
     def parameters(self, **changes: Any) -> Parameters:
-        asked = len(self.names)
-        least, honest = self.config.fewest(asked), self.config.honest(asked)
-        return replace(self.config.parameters(CLASSES, DIMENSIONS, least=least, honest=honest), **changes)
+        result: Parameters = self.config.parameters_for(len(self.names), CLASSES, DIMENSIONS)
+        return replace(result, **changes)
 
     def sum(
         self,

@@ -38,7 +38,7 @@ from fleetdistill.methods.base import Ask
 from fleetdistill.methods.classstats.config import SCATTERING, SpaceConfig
 from fleetdistill.methods.classstats.exchange import DeviceStatistics, SentStatistics, check_images
 from fleetdistill.methods.classstats_private.exchange import PrivateStatistics
-from fleetdistill.methods.classstats_secure.exchange import SecureStatistics
+from fleetdistill.methods.classstats_secure.exchange import SecureStatistics, SummedStatistics
 from fleetdistill.training.figures import Counts, allowed, counts_of
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
@@ -46,7 +46,12 @@ if TYPE_CHECKING:
     from fleetdistill.training.onnx_file import OnnxReport
 
 METHODS: Mapping[str, type[DeviceStatistics]] = MappingProxyType(
-    {"classstats": SentStatistics, "classstats_private": PrivateStatistics, "classstats_secure": SecureStatistics}
+    {
+        "classstats": SentStatistics,
+        "classstats_private": PrivateStatistics,
+        "classstats_secure": SecureStatistics,
+        "classstats_summed": SummedStatistics,
+    }
 )
 """Statistics that the device sends, by the methods that it can take part in."""
 _MODEL_NAME = "light"

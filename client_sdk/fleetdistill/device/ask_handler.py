@@ -12,7 +12,7 @@ from fleetdistill.device.check_in import CheckIn
 from fleetdistill.device.consent import check_may_leave
 from fleetdistill.device.events import Step
 from fleetdistill.device.parts import DeviceParts
-from fleetdistill.device.private import PrivateAnswers, guarantee_of, private_columns
+from fleetdistill.device.private import PrivateAnswers, hides_rows, private_columns
 from fleetdistill.device.sender import Sender
 from fleetdistill.errors import (
     CannotAnswer,
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from fleetdistill.device.preview import Preview
     from fleetdistill.knowledge import Kind
     from fleetdistill.methods.base import Answer, Ask
-    from fleetdistill.privacy.guarantee import Guarantee
 
 _TEXTS = {
     "classes_too_small": "none of the device's {} classes has min_samples samples, so no statistics are sent",
@@ -216,21 +215,21 @@ class AskHandler:
     def _preview(self, compute: Compute, first: Ask) -> Preview:
         from fleetdistill.device.preview import preview_of
 
-        guarantee = guarantee_of(compute.contract)
-        allow = self._columns(guarantee)
+        hidden = hides_rows(compute.contract)
+        allow = self._columns(hidden)
         ask = service_pb2.Ask(round=first.round, step_number=1, step=first.step, seed=first.seed)
         with time_limit(self._max_seconds, self._parts.clock.now):
             answer = compute.answer(ask, first.parts, allow).answer
-        if guarantee is not None:
-            answer = self._private.sample_answer(answer, guarantee)
+        if hidden:
+            answer = self._private.sample_answer(answer, compute.contract)
         check_may_leave(answer.parts, allow)
         payload = encode(answer.parts, DTYPES[compute.contract.knowledge_type])
-        return preview_of(compute.contract, first.step, answer, payload, private=guarantee is not None)
+        return preview_of(compute.contract, first.step, answer, payload)
 
-    def _columns(self, guarantee: Guarantee | None) -> tuple[str, ...]:
+    def _columns(self, hidden: bool) -> tuple[str, ...]:
         """Returns the columns that may leave the device in this run."""
         allow = self._parts.consent.columns
-        return allow if guarantee is None else private_columns(allow)
+        return private_columns(allow) if hidden else allow
 
     def _download_parts(self, ask: service_pb2.Ask, terms: service_pb2.CheckInResponse) -> Mapping[str, Kind]:
         """Returns the parts of the ask's payload, by name; empty if the ask has no payload."""
@@ -246,8 +245,8 @@ class AskHandler:
         self, compute: Compute, ask: service_pb2.Ask, parts: Mapping[str, Kind], terms: service_pb2.CheckInResponse
     ) -> tuple[Pending, Answer]:
         """Computes the answer and stores it durably, with its state and the decision about the app's model."""
-        guarantee = guarantee_of(compute.contract)
-        allow = self._columns(guarantee)
+        hidden = hides_rows(compute.contract)
+        allow = self._columns(hidden)
         now = self._parts.clock.now
         note = partial(self._events.emit_progress, ask.round, ask.step)
         handler = self._parts.spans.span("handler", step=ask.step)
@@ -256,7 +255,7 @@ class AskHandler:
         if computed.replacement is not None and computed.replacement.replaced and self._is_pinned():
             computed = _pin(computed, computed.replacement)
         answer = computed.answer
-        if guarantee is not None:
+        if hidden:
             from fleetdistill.methods.base import Ask
 
             received = Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts)

@@ -11,8 +11,8 @@ from fleetdistill.device.backend import Backend
 from fleetdistill.device.contact import link_error
 from fleetdistill.device.identity import data_key, save_identity
 from fleetdistill.device.parts import DeviceParts
-from fleetdistill.device.private import check_is_private, guarantee_of, hide_rows
-from fleetdistill.device.secure import check_secure
+from fleetdistill.device.private import check_is_private, hides_rows, remove_rows
+from fleetdistill.device.secure import SecureTerms, check_secure
 from fleetdistill.errors import (
     CannotAnswer,
     DamagedStateError,
@@ -50,11 +50,11 @@ class CheckIn:
         backend: Keeps the compute backend, which describes model and data.
         max_threads: Maximum number of threads that a run may require.
         only_private: Whether the app allows only private runs.
-        only_secure: Whether the app allows only runs with secure sums.
+        secure: The app's terms of secure sums, without which it allows no run; None for any run.
     """
 
     def __init__(
-        self, parts: DeviceParts, backend: Backend, *, max_threads: int, only_private: bool, only_secure: bool
+        self, parts: DeviceParts, backend: Backend, *, max_threads: int, only_private: bool, secure: SecureTerms | None
     ) -> None:
         self._parts = parts
         self._events = parts.events
@@ -62,7 +62,7 @@ class CheckIn:
         self._backend = backend
         self._max_threads = max_threads
         self._only_private = only_private
-        self._only_secure = only_secure
+        self._secure = secure
         self._terms: service_pb2.CheckInResponse | None = None
         self._columns_sent: tuple[str, ...] = ()
         self._replaced = False  # whether `replace_data` was called and its data are not read yet
@@ -145,7 +145,7 @@ class CheckIn:
             check_fits(terms.contract, identity.abilities)
         if self._only_private:
             check_is_private(terms.contract)
-        check_secure(terms.contract, required=self._only_secure)
+        check_secure(terms.contract, self._secure)
         return terms
 
     def _call_server(self, profile: contract_pb2.DeviceProfile | None, run: str) -> service_pb2.CheckInResponse:
@@ -170,8 +170,8 @@ class CheckIn:
     def _profile_of(self, compute: Compute) -> contract_pb2.DeviceProfile:
         profile = compute.profile(self._parts.consent.columns)
         _set_compressions(profile)
-        if guarantee_of(compute.contract) is not None:
-            hide_rows(profile)
+        if hides_rows(compute.contract):
+            remove_rows(profile)
         elif digest := compute.data_digest():
             profile.data_version = data_version(data_key(self._storage), digest)
         return profile

@@ -216,7 +216,7 @@ class Device:
             self._backend,
             max_threads=limits.threads,
             only_private=privacy is not None,
-            only_secure=secure is not None,
+            secure=secure,
         )
         self._predictions = Predictions(parts, self._backend, self._stored_compute, factory.own_model)
         self._deployer = Deployer(parts, self._backend, self._check_in.ready_compute, self._predictions, deployment)

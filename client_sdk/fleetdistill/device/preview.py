@@ -10,6 +10,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from fleetdistill.knowledge import Parts
+from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import Answer
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.payload import Slot, array_of
@@ -87,6 +88,7 @@ class Preview:
         samples: Number of samples that the answer declares.
         bytes: Size of the answer, uncompressed.
         private: Whether the values contain the noise of a private run.
+        summed: Whether the values leave the device under a mask, so that the server gets only a sum over devices.
         parts: Parts of the answer.
     """
 
@@ -96,6 +98,7 @@ class Preview:
     samples: int
     bytes: int
     private: bool
+    summed: bool
     parts: Sequence[PreviewPart]
 
     @property
@@ -106,6 +109,7 @@ class Preview:
     def __str__(self) -> str:
         """Returns a table with a line for each part and tensor."""
         noise = ", with the noise of a private run" if self.private else ""
+        noise += ", of which the server gets only the sum over devices" if self.summed else ""
         lines = [
             f"run {self.run!r}, {self.method}, step {self.step!r}: {self.bytes} bytes, {self.samples} samples{noise}"
         ]
@@ -119,10 +123,9 @@ class Preview:
         return "\n".join(lines)
 
 
-def preview_of(
-    contract: contract_pb2.Contract, step: str, answer: Answer, payload: Payload, *, private: bool
-) -> Preview:
+def preview_of(contract: contract_pb2.Contract, step: str, answer: Answer, payload: Payload) -> Preview:
     """Returns the preview of an encoded answer."""
+    config = config_of_contract(contract)
     tensors = {slot.path: _tensor(slot, payload) for slot in payload.slots}
     return Preview(
         run=contract.run,
@@ -130,7 +133,8 @@ def preview_of(
         step=step,
         samples=answer.samples,
         bytes=payload.header().ByteSize() + payload.data_bytes,
-        private=private,
+        private=config.guarantee is not None,
+        summed=config.sums_securely,
         parts=[_part(part, answer.parts, tensors) for part in payload.parts.parts],
     )
 

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,11 +21,12 @@ from fleetdistill.state.privacy_ledger import PrivacyBudget, PrivacyLedger, fing
 from fleetdistill.wire.v1 import contract_pb2
 
 if TYPE_CHECKING:
-    from fleetdistill.knowledge import ClassSums, PrivateRows
+    from fleetdistill.knowledge import ClassSums, PrivateRows, SharedStatistics
     from fleetdistill.methods.base import Answer, Ask
+    from fleetdistill.methods.classstats_secure.config import ClassStatsSummedConfig
     from fleetdistill.privacy.guarantee import Guarantee
 
-__all__ = ["guarantee_of", "private_columns"]
+__all__ = ["guarantee_of", "hides_rows", "private_columns"]
 
 SAMPLES = 1
 """Number of samples that a private device declares: the real number would be a release too."""
@@ -42,6 +43,14 @@ def guarantee_of(contract: contract_pb2.Contract) -> Guarantee | None:
     return result
 
 
+def hides_rows(contract: contract_pb2.Contract) -> bool:
+    """Returns whether a run's answers have noise or are summed securely, so that nothing else of the rows may leave."""
+    from fleetdistill.methods import config_of_contract
+
+    result: bool = config_of_contract(contract).hides_rows
+    return result
+
+
 def check_is_private(contract: contract_pb2.Contract) -> None:
     """Raises ConfigurationError for a run without privacy: every answer would exceed any budget."""
     if guarantee_of(contract) is None:
@@ -51,7 +60,7 @@ def check_is_private(contract: contract_pb2.Contract) -> None:
         )
 
 
-def hide_rows(profile: contract_pb2.DeviceProfile) -> None:
+def remove_rows(profile: contract_pb2.DeviceProfile) -> None:
     """Removes from a profile what depends on the rows: their number and the version of the data."""
     profile.samples = SAMPLES
     profile.data_version = b""
@@ -63,7 +72,7 @@ def reason_to_send(reason: FleetDistillError) -> str:
 
 
 def private_columns(allow: Sequence[str]) -> tuple[str, ...]:
-    """Returns the columns that may leave a device in a private run: at most noisy class statistics and counts."""
+    """Returns the columns that may leave a device that hides its rows: at most class statistics and counts."""
     return tuple(column for column in allow if column in _COLUMNS)
 
 
@@ -105,9 +114,17 @@ class PrivateAnswers:
             parts[name] = self._release(part, contract.run, config.guarantee, ask.round)
         return replace(answer, parts=parts, samples=SAMPLES)
 
-    def sample_answer(self, answer: Answer, guarantee: Guarantee) -> Answer:
-        """Returns the answer with new noise and without a release: it spends nothing, and must not leave the device."""
-        return with_noise(answer, self._used(guarantee))
+    def sample_answer(self, answer: Answer, contract: contract_pb2.Contract) -> Answer:
+        """Returns the answer with new noise, or what a sum without noise learns of it at most; it must not leave.
+
+        It spends nothing, and is no release.
+        """
+        from fleetdistill.methods import config_of_contract
+
+        config = config_of_contract(contract)
+        if config.guarantee is not None:
+            return with_noise(answer, self._used(config.guarantee))
+        return replace(answer, parts={name: _limited(part, config) for name, part in answer.parts.items()}, samples=1)
 
     def _used(self, wanted: Guarantee) -> Guarantee:
         """Returns the guarantee of the device's noise: the smaller of the run's and the app's."""
@@ -139,6 +156,13 @@ class PrivateAnswers:
         releases.save(name, made)
         self._events.emit_released(round, used, recorded.epsilon, most)
         return made
+
+
+def _limited(rows: Any, config: ClassStatsSummedConfig) -> SharedStatistics:
+    from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wire
+
+    moments = moments_of(rows.rows, rows.labels, config.min_samples)
+    return to_wire(moments, config.rank, config.rows_per_direction)
 
 
 def with_noise(answer: Answer, guarantee: Guarantee) -> Answer:

@@ -25,7 +25,8 @@ from fleetdistill.state.secure_sessions import SecureSession, SecureSessions, St
 if TYPE_CHECKING:
     from fleetdistill.knowledge import PrivateRows, SecureMessage
     from fleetdistill.methods.base import Answer, Ask
-    from fleetdistill.methods.classstats_secure.config import ClassStatsSecureConfig
+    from fleetdistill.methods.classstats_secure.config import SumSettings
+    from fleetdistill.privacy.guarantee import Guarantee
     from fleetdistill.secure.member import Member
     from fleetdistill.secure.session import Parameters
     from fleetdistill.wire.v1 import contract_pb2
@@ -34,6 +35,8 @@ __all__ = ["ANY_TERMS", "SecureSums", "SecureTerms", "Signer"]
 
 FORGET_AFTER_SECONDS = 7 * 86_400.0
 """A sum that has not ended by then is forgotten: its root and its input are erased."""
+_MAX_CLIPPED = 0.01
+"""Largest share of a device's numbers that may be clipped without an event."""
 _KEY_BYTES, _SIGNATURE_BYTES = 32, 64
 
 
@@ -76,6 +79,8 @@ class SecureTerms:
         colluders: Fewest devices that the sum must allow to send no noise or to work with the server, at least 0.
         signer: The device's key. With it the device takes part only in sums whose devices have all signed, and in which
             the server cannot invent devices; without it, in sums that trust the server's word.
+        without_noise: Whether the device also takes part in sums without noise, of classstats_summed: they hide its
+            part, but the sum has no privacy guarantee for a row.
 
     Raises:
         ConfigurationError: A value is out of range.
@@ -84,6 +89,7 @@ class SecureTerms:
     min_devices: int = 4
     colluders: int = 0
     signer: Signer | None = None
+    without_noise: bool = False
 
     def __post_init__(self) -> None:
         for name, lowest in {"min_devices": 3, "colluders": 0}.items():
@@ -92,19 +98,31 @@ class SecureTerms:
                 raise ConfigurationError(f"{name} must be a whole number of at least {lowest}, got {value!r}")
         if self.signer is not None:
             check_type("signer", self.signer, Signer, "a fleetdistill.Signer")
+        check_type("without_noise", self.without_noise, bool, "true or false")
 
 
-ANY_TERMS = SecureTerms(min_devices=3)
+ANY_TERMS = SecureTerms(min_devices=3, without_noise=True)
 """Terms of a device whose app sets none; it may then take part in other runs, too."""
 
 
-def check_secure(contract: contract_pb2.Contract, *, required: bool) -> None:
-    """Raises ConfigurationError for a run without secure sums that `required`s them, or without what they need."""
+def check_secure(contract: contract_pb2.Contract, terms: SecureTerms | None) -> None:
+    """Checks that a run has the secure sums that the app requires, and the device what they need.
+
+    Raises:
+        ConfigurationError: The run has no secure sums or no noise, and the terms require them; or a package is missing.
+    """
     from fleetdistill.methods import config_of_contract
 
-    if config_of_contract(contract).sums_securely:
+    config = config_of_contract(contract)
+    if config.sums_securely:
         import fleetdistill.secure.primitives  # needs the package cryptography  # noqa: F401
-    elif required:
+
+        if terms is not None and not terms.without_noise and config.guarantee is None:
+            raise ConfigurationError(
+                f"run {contract.run!r} sums without noise, which this device's SecureTerms do not allow; ask the "
+                "operator for a run of method classstats_secure, or set without_noise"
+            )
+    elif terms is not None:
         raise ConfigurationError(
             f"run {contract.run!r} has no secure sums, but Device(secure=...) is set: this device takes part in secure "
             "sums only; ask the operator for a run of method classstats_secure, or leave the argument out"
@@ -149,19 +167,13 @@ class SecureSums:
     def _learn(self, ask: Ask) -> None:
         """Ends the open sum if the class space's plan says that it contains this device."""
         from fleetdistill.knowledge import Plan
-        from fleetdistill.methods.classstats_secure.exchange import INPUT
 
         session = self._sessions.open()
-        if (
-            ask.part("plan", Plan).values.get("counted") is True
-            and session is not None
-            and INPUT in self._sessions.steps(session).digests
-        ):
+        counted = ask.part("plan", Plan).values.get("counted") is True
+        if counted and session is not None and self._sessions.steps(session).has_input:
             self._sessions.end(session, "counted")
 
-    def answer(
-        self, answer: Answer, ask: Ask, contract: contract_pb2.Contract, config: ClassStatsSecureConfig
-    ) -> Answer:
+    def answer(self, answer: Answer, ask: Ask, contract: contract_pb2.Contract, config: SumSettings) -> Answer:
         """Returns the answer to a step of a sum.
 
         Args:
@@ -210,7 +222,7 @@ class SecureSums:
         ask: Ask,
         rows: PrivateRows,
         contract: contract_pb2.Contract,
-        config: ClassStatsSecureConfig,
+        config: SumSettings,
     ) -> SecureSession:
         """Returns the session of a sum; freezes its input if it is new."""
         from fleetdistill.secure.session import Parameters, session_id
@@ -226,11 +238,16 @@ class SecureSums:
         if session is None or session.sid != sid:
             if self._sessions.outcome_of(sid) is not None:
                 raise SumRefusedError("this sum has ended for this device")
+            if config.guarantee is None:
+                self._check_first(contract.run, config)
             session = self._freeze(sid, parameters, ask.round, rows, contract.run, config)
-        self._charge(session, config)
+        if config.guarantee is not None:
+            self._charge(session, config.guarantee)
         return session
 
-    def _check_terms(self, parameters: Parameters, rows: PrivateRows, config: ClassStatsSecureConfig) -> None:
+    def _check_terms(self, parameters: Parameters, rows: PrivateRows, config: SumSettings) -> None:
+        from fleetdistill.methods.classstats_secure.config import ClassStatsSecureConfig
+
         terms = self._terms
         expected = config.parameters(rows.classes, rows.rows.shape[1], least=parameters.least, honest=parameters.honest)
         if parameters != expected:
@@ -239,11 +256,16 @@ class SecureSums:
             raise SumRefusedError(
                 f"this device takes part in sums of at least {fewest} devices, this one may have {parameters.least}"
             )
-        colluders = max(terms.colluders, config.colluders_of(parameters.least))
-        if parameters.honest > parameters.least - colluders:
+        if isinstance(config, ClassStatsSecureConfig):
+            colluders = max(terms.colluders, config.colluders_of(parameters.least))
+            if parameters.honest > parameters.least - colluders:
+                raise SumRefusedError(
+                    f"the sum counts on the noise of {parameters.honest} of {parameters.least} devices; this device "
+                    f"requires that {colluders} may add none"
+                )
+        elif len(rows.labels) > parameters.max_rows:
             raise SumRefusedError(
-                f"the sum counts on the noise of {parameters.honest} of {parameters.least} devices; this device "
-                f"requires that {colluders} may add none"
+                f"the sum takes at most {parameters.max_rows} rows of one device; raise max_rows, or lower max_in_sum"
             )
         if config.signs_keys and terms.signer is None:
             raise SumRefusedError("the sum needs signed keys, and this device has no SecureTerms(signer=...)")
@@ -251,49 +273,63 @@ class SecureSums:
             raise SumRefusedError("this device takes part in sums with signed keys only")
 
     def _freeze(
-        self,
-        sid: bytes,
-        parameters: Parameters,
-        round: int,
-        rows: PrivateRows,
-        run: str,
-        config: ClassStatsSecureConfig,
+        self, sid: bytes, parameters: Parameters, round: int, rows: PrivateRows, run: str, config: SumSettings
     ) -> SecureSession:
         """Draws the noise and stores the input, durably; nothing of it may leave before `_charge`."""
-        from fleetdistill.methods.classstats_private.sums import unit_rows
-        from fleetdistill.methods.classstats_secure.encoding import exact_numbers, unit_rows_on_grid
-        from fleetdistill.methods.classstats_secure.noise import noise_vector
+        from fleetdistill.methods.classstats_secure.encoding import rows_in_steps
         from fleetdistill.secure.primitives import to_bytes, wrap
 
-        units_nf = unit_rows_on_grid(unit_rows(rows.rows), parameters.grid_bits)
+        steps_nf, clipped = rows_in_steps(rows.rows, parameters)
+        if clipped > _MAX_CLIPPED * steps_nf.size:
+            largest = 2**parameters.clip_bits
+            text = f"{clipped / steps_nf.size:.1%} of the features are beyond {largest}, and count as {largest}"
+            self._events.emit("features-clipped", round, f"round {round}: {text}; use an extractor with smaller ones")
         content = fingerprint(
-            u.tobytes() + int(c).to_bytes(8, "little") for u, c in zip(units_nf, rows.labels, strict=True)
+            u.tobytes() + int(c).to_bytes(8, "little") for u, c in zip(steps_nf, rows.labels, strict=True)
         )
         earlier = self._sessions.unfinished()
-        # With unsigned keys, the server's word that the earlier sum was not finished is believed.
-        believed = earlier is not None and not config.signs_keys and (earlier.run, earlier.rows) == (run, content)
-        sums = exact_numbers(units_nf, rows.labels, rows.classes, parameters.count_bits)
+        same = earlier is not None and (earlier.run, earlier.rows) == (run, content)
+        unpaid = same and not self._may_be_finished(earlier, config)
         width = parameters.width
         session = SecureSession(
             sid=sid,
             run=run,
             round=round,
             root=secrets.token_bytes(32),
-            numbers=to_bytes(wrap(sums + noise_vector(parameters), width), width),
+            numbers=to_bytes(wrap(_input_of(steps_nf, rows, parameters, config), width), width),
             parameters=parameters.pack(),
             rows=content,
-            paid_by=earlier.paid_by if earlier is not None and believed else sid,
+            paid_by=earlier.paid_by if earlier is not None and unpaid else sid,
             began=self._now(),
         )
         self._sessions.begin(session)
         return session
 
-    def _charge(self, session: SecureSession, config: ClassStatsSecureConfig) -> None:
+    def _may_be_finished(self, earlier: SecureSession | None, config: SumSettings) -> bool:
+        """Returns whether an earlier sum may contain this device although it does not know of it.
+
+        With unsigned keys, the server's word that the sum was not finished is believed.
+        """
+        return earlier is not None and config.signs_keys and self._sessions.steps(earlier).has_input
+
+    def _check_first(self, run: str, config: SumSettings) -> None:
+        """Checks that no sum without noise of a run contains this device: the difference of two would be its part.
+
+        Raises:
+            SumRefusedError: One does, or may.
+        """
+        earlier = self._sessions.unfinished()
+        may_be = earlier is not None and earlier.run == run and self._may_be_finished(earlier, config)
+        if may_be or self._sessions.is_in_sum(run):
+            raise SumRefusedError(
+                "this device is in a sum of this run, or may be; without noise, a second one could show its part"
+            )
+
+    def _charge(self, session: SecureSession, wanted: Guarantee) -> None:
         """Records a sum in the privacy ledger, unless it is there. Raises PrivacyBudgetError after destroying it."""
         ledger, paid_by = PrivacyLedger(self._files), session.paid_by.hex()
         if any(release.sum == paid_by for release in ledger.releases):
             return
-        wanted = config.guarantee
         most = self._budget or PrivacyBudget(wanted.epsilon, wanted.delta)
         try:
             recorded = ledger.record(
@@ -353,6 +389,25 @@ class SecureSums:
         except PeerError as error:
             name = part.device_at(error.index)
             raise SumRefusedError(f"what device {name!r} sent in this sum cannot be used: {error}") from error
+
+
+def _input_of(steps_nf: np.ndarray, rows: PrivateRows, parameters: Parameters, config: SumSettings) -> np.ndarray:
+    """Returns the device's numbers in the sum, `[numbers]` int64: with its noise, or limited to few directions."""
+    from fleetdistill.methods.classstats_secure.config import ClassStatsSummedConfig
+    from fleetdistill.methods.classstats_secure.encoding import exact_numbers, limited_numbers
+    from fleetdistill.methods.classstats_secure.noise import noise_vector
+
+    if isinstance(config, ClassStatsSummedConfig):
+        return limited_numbers(
+            steps_nf,
+            rows.labels,
+            rows.classes,
+            parameters.grid_bits,
+            min_samples=config.min_samples,
+            rank=config.rank,
+            rows_per_direction=config.rows_per_direction,
+        )
+    return exact_numbers(steps_nf, rows.labels, rows.classes, parameters.count_bits) + noise_vector(parameters)
 
 
 class _Part:

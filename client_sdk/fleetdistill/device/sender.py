@@ -11,7 +11,7 @@ from fleetdistill.device.check_in import CheckIn
 from fleetdistill.device.consent import ColumnWithdrawn
 from fleetdistill.device.deployer import Deployer
 from fleetdistill.device.parts import DeviceParts
-from fleetdistill.device.private import guarantee_of, reason_to_send
+from fleetdistill.device.private import hides_rows, reason_to_send
 from fleetdistill.errors import FleetDistillError, LinkError, NoRoomError, RefusedError
 from fleetdistill.link.terms import heartbeat_interval, known_compression, plain
 from fleetdistill.state import failpoints
@@ -109,8 +109,7 @@ class Sender:
         self, round: int, step: str, step_number: int, reason: FleetDistillError, terms: service_pb2.CheckInResponse
     ) -> None:
         """Declines an ask, after recording the reason in the ledger: it can describe the device's data."""
-        private = guarantee_of(terms.contract) is not None
-        text = (reason_to_send(reason) if private else str(reason))[:MAX_REASON]
+        text = (reason_to_send(reason) if hides_rows(terms.contract) else str(reason))[:MAX_REASON]
         identity = self._parts.identity
         try:
             self._storage.ledger.record(decline_entry(identity.run, round, step, step_number, text))

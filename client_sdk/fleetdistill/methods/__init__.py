@@ -37,6 +37,10 @@ METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "classstats_secure.config:ClassStatsSecureConfig",
             "classstats_secure.device:ClassStatsSecureDevice",
         ),
+        "classstats_summed": (
+            "classstats_secure.config:ClassStatsSummedConfig",
+            "classstats_secure.device:ClassStatsSummedDevice",
+        ),
         "dafkd": ("dafkd.config:DaFKDConfig", "dafkd.device:DaFKDDevice"),
         "fedavg": ("fedavg.config:FedAvgConfig", "fedavg.device:FedAvgDevice"),
         "fedd2s": ("fedd2s.config:FedD2SConfig", "fedd2s.device:FedD2SDevice"),

@@ -105,6 +105,11 @@ class LocalTraining:
         return None
 
     @property
+    def hides_rows(self) -> bool:
+        """Whether the server learns neither how many rows a device has nor any figure of one device."""
+        return self.guarantee is not None or self.sums_securely
+
+    @property
     def signs_keys(self) -> bool:
         """Whether the devices of a secure sum sign their keys."""
         return False

@@ -5,7 +5,8 @@ repeated ask, gives the same bytes; a mask never covers two inputs, because root
 
     secure.json         run, round, root of all secrets, encoded input with its noise, and parameters of the open sum
     secure_steps.json   for each answered step the digests of ask and answer, and the lists that later steps need
-    secure_ended.json   one entry for each of the last sums that have ended: its id, outcome and digests
+    secure_ended.json   one entry for each sum that has ended: its id, run, outcome and digests; old ones only of sums
+                        that may contain the device
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SESSION, STEPS, ENDED = "secure.json", "secure_steps.json", "secure_ended.json"
 NOT_COUNTED = "not counted"
 """Outcome of a sum that the server says was not finished."""
 _KEPT = 100
-"""Number of ended sums that are kept."""
+"""Number of ended sums that are kept, beside all that may contain the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,11 @@ class Steps:
     roster: bytes = b""
     boxes: Mapping[int, bytes] = field(default_factory=dict)
     members: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def has_input(self) -> bool:
+        """Whether the device has sent its masked numbers, so that the sum may contain it."""
+        return bool(self.members)
 
     def after(self, step: str, ask: str, answer: str, **lists: Any) -> Steps:
         """Returns the steps with one more, whose digests are `ask` and `answer`, and with the lists of its ask."""
@@ -167,11 +173,25 @@ class SecureSessions:
         self._wipe()
 
     def _note_end(self, session: SecureSession, outcome: str) -> None:
-        digests = {step: list(pair) for step, pair in self.steps(session).digests.items()}
+        steps = self.steps(session)
+        digests = {step: list(pair) for step, pair in steps.digests.items()}
         if not digests:  # nothing was sent in this sum
             return
-        entry = {"sid": session.sid.hex(), "round": session.round, "outcome": outcome, "digests": digests}
-        self._files.save(ENDED, sealed_json({"sums": [*self._ended(), entry][-_KEPT:]}), mode=0o600)
+        entry = {
+            "sid": session.sid.hex(),
+            "run": session.run,
+            "round": session.round,
+            "outcome": outcome,
+            "is_in_sum": steps.has_input and outcome != NOT_COUNTED,
+            "digests": digests,
+        }
+        old, last = self._ended()[: 1 - _KEPT], self._ended()[1 - _KEPT :]
+        kept = [*(item for item in old if item["is_in_sum"]), *last, entry]
+        self._files.save(ENDED, sealed_json({"sums": kept}), mode=0o600)
+
+    def is_in_sum(self, run: str) -> bool:
+        """Returns whether an ended sum of a run contains this device, or may contain it."""
+        return any(entry["run"] == run and entry["is_in_sum"] for entry in self._ended())
 
     def outcome_of(self, sid: bytes) -> str | None:
         """Returns how a sum has ended for this device; None if it has not."""

@@ -24,6 +24,7 @@ SERVER_METHODS: Mapping[str, str] = MappingProxyType(
         "classstats": "classstats.server:ClassStatsServer",
         "classstats_private": "classstats_private.server:ClassStatsPrivateServer",
         "classstats_secure": "classstats_secure:ClassStatsSecureServer",
+        "classstats_summed": "classstats_secure:ClassStatsSummedServer",
         "dafkd": "dafkd.server:DaFKDServer",
         "fedavg": "fedavg:FedAvgServer",
         "fedd2s": "fedd2s.server:FedD2SServer",

@@ -9,16 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from fleetdistill.errors import QuorumNotReached, SecureSumError
-from fleetdistill.knowledge import SecureMessage
+from fleetdistill.knowledge import ClassSums, Kind, SecureMessage
 from fleetdistill.knowledge.secure import BOX_BYTES, KEYS_BYTES, SHARE_BYTES, SIGNATURE_BYTES, SIGNED_KEYS_BYTES
-from fleetdistill.methods.classstats_private.sums import RowSums, to_wire
-from fleetdistill.methods.classstats_secure.config import MIN_IN_SUM, ClassStatsSecureConfig
+from fleetdistill.methods.classstats.shared_statistics import merge
+from fleetdistill.methods.classstats_private.sums import RowSums, from_wire, to_wire
+from fleetdistill.methods.classstats_secure.config import (
+    MIN_IN_SUM,
+    ClassStatsSecureConfig,
+    ClassStatsSummedConfig,
+    SumSettings,
+)
 from fleetdistill.methods.classstats_secure.encoding import decode, moments_of_sums
 from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK, statistics_digest
 from fleetdistill.methods.classstats_secure.noise import check_noise, local_variances, noise_bound
@@ -28,6 +34,7 @@ from fleetdistill.training.model import fingerprint
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.methods.base import Needs
 from fleetdistill_server.methods.classstats.merge import Merged, MergeRules
+from fleetdistill_server.methods.classstats.server import ClassStatsServer
 from fleetdistill_server.methods.classstats_private.server import ClassStatsPrivateServer
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes, PayloadFor
 from fleetdistill_server.methods.secure.secure_sum import SecureSum, SumSession
@@ -37,23 +44,17 @@ DEVICES_IN_TABLE = 10
 """Devices of a sum for which tables show bytes."""
 
 
-class ClassStatsSecureServer(ClassStatsPrivateServer):
-    """Stores the sums, and the class space of their merge. A sum is one part of the merge, with its own noise."""
+class SumServer(ClassStatsServer):
+    """Stores the sums, and the class space of their merge. A sum is one part of the merge."""
 
-    config: ClassStatsSecureConfig
-    summary = "sums that hide each device's part, one noise for all"
-    recommended = (
-        "where rows must stay private against the server and ten or more devices can be asked at once: the same "
-        "guarantee as classstats_private with less noise, because the sum carries it once. Its limits: five short "
-        "asks, grey images or an extractor of at most 128 outputs, no look at single devices. Not yet reviewed by a "
-        "cryptographer. docs/reference/methods/ has the figures"
-    )
+    config: SumSettings
+    kind: ClassVar[type[Kind]] = ClassSums
+    after_forgetting: ClassVar[str]
+    """What becomes of the other devices of a forgotten sum."""
 
-    def __init__(self, config: ClassStatsSecureConfig, context: Any) -> None:
+    def __init__(self, config: SumSettings, context: Any) -> None:
         super().__init__(config, context)
         self._members: dict[str, str] = {}  # the sum that contains a device
-        most = config.max_in_sum
-        check_noise(config.parameters(context.classes, self.fixed.dimensions, least=most, honest=most))
 
     # --- declarations
 
@@ -66,8 +67,8 @@ class ClassStatsSecureServer(ClassStatsPrivateServer):
     def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
         """Returns the five asks of a sum of ten devices, and the lesson."""
         *_, learn = super().exchanges(config, sizes)
-        dimensions, devices, most = cls.dimensions(config, sizes), DEVICES_IN_TABLE, config.max_in_sum
-        block = config.parameters(sizes.classes, dimensions, least=MIN_IN_SUM, honest=1)
+        devices, most = DEVICES_IN_TABLE, config.max_in_sum
+        block = config.parameters_for(most, sizes.classes, cls.dimensions(config, sizes))
         numbers, keys = (block.numbers * block.width,), SIGNED_KEYS_BYTES if config.signs_keys else KEYS_BYTES
         schema = SecureMessage.schema
         check = Exchange(step=CHECK, up={"signature": schema("signature", (SIGNATURE_BYTES,))}, end=1)
@@ -116,13 +117,7 @@ class ClassStatsSecureServer(ClassStatsPrivateServer):
 
     async def _sum(self, cohort: Cohort, devices: Sequence[str]) -> None:
         """Makes a sum of devices, and merges it. Raises QuorumNotReached or SecureSumError."""
-        asked = len(devices)
-        parameters = self.config.parameters(
-            self.context.classes,
-            self.fixed.dimensions,
-            least=self.config.fewest(asked),
-            honest=self.config.honest(asked),
-        )
+        parameters = self.config.parameters_for(len(devices), self.context.classes, self.fixed.dimensions)
         nonce = torch.randint(256, (32,), generator=cohort.generator("secure sum"), dtype=torch.uint8)
 
         def ask(step: str, payload: PayloadFor, *, to: Sequence[str]) -> AsyncIterator[DeviceAnswer]:
@@ -145,8 +140,7 @@ class ClassStatsSecureServer(ClassStatsPrivateServer):
             notes.event("implausible-sum", f"the sum of {len(result.devices)} devices is thrown away: {reason}")
             raise SecureSumError(reason)
         devices, name = len(result.devices), result.sid.hex()[:16]
-        mu = self.config.guarantee.mu * math.sqrt(parameters.honest / devices)
-        self._parts[name] = (to_wire(sums, mu, discrete=True), "")
+        self._parts[name] = (self.part_of(sums, parameters, devices), "")
         self._members |= dict.fromkeys(result.devices, name)
         dropped = {step: len(ids) for step, ids in result.dropped.items()}
         text = f"the sum of {devices} devices is made in {result.seconds:.1f} s, without knowing one device's part"
@@ -169,15 +163,19 @@ class ClassStatsSecureServer(ClassStatsPrivateServer):
 
     # --- the merge
 
+    def part_of(self, sums: RowSums, parameters: Parameters, devices: int) -> ClassSums:
+        """Returns the part of the merge that is the sum of so many devices."""
+        raise NotImplementedError
+
     def merged(self, parts: Mapping[str, Any], rules: MergeRules, notes: Notes) -> Merged:
         """Merges the sums; all devices of a sum are counted or none."""
-        moments, counted, left_out = super().merged(parts, rules, notes)
+        moments, counted, left_out = self.merged_sums(parts, rules, notes)
         labels = {device: counted[name] for device, name in self._members.items() if name in counted}
         return moments, labels, left_out
 
-    def _device_mus(self, parts: Mapping[str, Any], kept: Sequence[str]) -> list[float]:
-        sizes = {name: sum(member == name for member in self._members.values()) for name in kept}
-        return [self._mu(parts[name]) * math.sqrt(size) for name, size in sizes.items() for _ in range(size)]
+    def merged_sums(self, parts: Mapping[str, Any], rules: MergeRules, notes: Notes) -> Merged:
+        """Returns the merge of the sums, and the classes of each sum in it."""
+        raise NotImplementedError
 
     def _left_out_of(self, device: str) -> tuple[int, ...]:
         known = self._counted.get(device)
@@ -201,12 +199,16 @@ class ClassStatsSecureServer(ClassStatsPrivateServer):
         if name is None:
             return
         others = sorted(other for other, member in self._members.items() if member == name)
-        for other in others:
-            del self._members[other]
-        del self._parts[name]
-        text = f"the sum with {device} is removed, and with it {len(others)} other devices, which may be summed again"
+        self._free(others)
+        self._parts.pop(name, None)
+        text = f"the sum with {device} is removed, and with it {len(others)} other devices, {self.after_forgetting}"
         notes.event("batch-forgotten", text, device)
         self.merge_parts(notes)
+
+    def _free(self, devices: Sequence[str]) -> None:
+        """Lets the devices of a forgotten sum be summed again."""
+        for device in devices:
+            del self._members[device]
 
     # --- state
 
@@ -216,6 +218,72 @@ class ClassStatsSecureServer(ClassStatsPrivateServer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._members = dict(state["members"])
+
+
+class ClassStatsSecureServer(SumServer, ClassStatsPrivateServer):
+    """Merges sums with noise, each of its own size."""
+
+    config: ClassStatsSecureConfig
+    summary = "sums that hide each device's part, one noise for all"
+    recommended = (
+        "where rows must stay private against the server and ten or more devices can be asked at once: the same "
+        "guarantee as classstats_private with less noise, because the sum carries it once. Its limits: five short "
+        "asks, grey images or an extractor of at most 128 outputs, no look at single devices. Not yet reviewed by a "
+        "cryptographer. docs/reference/methods/ has the figures"
+    )
+    after_forgetting = "which may be summed again"
+
+    def __init__(self, config: ClassStatsSecureConfig, context: Any) -> None:
+        super().__init__(config, context)
+        most = config.max_in_sum
+        check_noise(config.parameters(context.classes, self.fixed.dimensions, least=most, honest=most))
+
+    def part_of(self, sums: RowSums, parameters: Parameters, devices: int) -> ClassSums:
+        """Returns the sums with the size of their noise: the more devices beyond m, the more noise."""
+        return to_wire(sums, self.config.guarantee.mu * math.sqrt(parameters.honest / devices), discrete=True)
+
+    def merged_sums(self, parts: Mapping[str, Any], rules: MergeRules, notes: Notes) -> Merged:
+        """See `ClassStatsPrivateServer.merged`."""
+        return ClassStatsPrivateServer.merged(self, parts, rules, notes)
+
+    def _device_mus(self, parts: Mapping[str, Any], kept: Sequence[str]) -> list[float]:
+        sizes = {name: sum(member == name for member in self._members.values()) for name in kept}
+        return [self._mu(parts[name]) * math.sqrt(size) for name, size in sizes.items() for _ in range(size)]
+
+
+class ClassStatsSummedServer(SumServer):
+    """Merges sums without noise: the moments of all their rows, with the directions that each device kept."""
+
+    config: ClassStatsSummedConfig
+    summary = "sums that hide each device's part, without noise"
+    recommended = (
+        "where the server must not see one device's class means, but the sum over the fleet may be known: the accuracy "
+        "of classstats, and rows that are harder to link with every further device. It is no privacy guarantee: use "
+        "classstats_secure for one. Its limits: five short asks, 8 times the bytes of classstats, no look at single "
+        "devices. Not yet reviewed by a cryptographer. docs/reference/methods/ has the figures"
+    )
+    after_forgetting = "which are in no sum of this run again: without noise, the difference could show one's part"
+
+    def part_of(self, sums: RowSums, parameters: Parameters, devices: int) -> ClassSums:
+        """Returns the sums in float64, which holds them exactly."""
+        upper = np.triu_indices(parameters.dimensions)
+        return ClassSums(
+            counts=sums.counts, sums=sums.sums, second_moment=sums.second_moment[upper], mu=0.0, discrete=True
+        )
+
+    def merged_sums(self, parts: Mapping[str, Any], rules: MergeRules, notes: Notes) -> Merged:
+        """Merges the sums' moments exactly."""
+        moments = {name: moments_of_sums(from_wire(part)) for name, part in sorted(parts.items())}
+        known = {name: one for name, one in moments.items() if one.labels}
+        counted = {name: list(one.labels) for name, one in known.items()}
+        return merge(known.values()) if known else None, counted, {}
+
+    def labels_of(self, part: Any) -> Sequence[int]:
+        """Returns all classes: a sum has numbers of every class."""
+        return range(self.context.classes)
+
+    def _free(self, devices: Sequence[str]) -> None:
+        """Keeps the devices out of further sums."""
 
 
 def why_implausible(sums: RowSums, parameters: Parameters) -> str | None:

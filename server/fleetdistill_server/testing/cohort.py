@@ -217,7 +217,7 @@ class FakeCohort:
                 answer = handle(ask)
             except (CannotAnswer, WireError) as reason:
                 return None, str(reason)
-            if answer is not None and isinstance(member, DeviceMethod) and member.config.guarantee is not None:
+            if answer is not None and isinstance(member, DeviceMethod) and member.config.hides_rows:
                 return self._private(answer, ask, device, member)
         return answer, ""
 

@@ -13,29 +13,33 @@ import torch
 from methods.classstats.class_statistics_fleet import CPU, SHAPE
 
 from fleetdistill.errors import ConfigurationError, QuorumNotReached, RunError
-from fleetdistill.methods.base import Answer, Ask, Local
-from fleetdistill.methods.classstats_secure.config import ClassStatsSecureConfig
-from fleetdistill.methods.classstats_secure.device import ClassStatsSecureDevice
+from fleetdistill.methods import config_class, device_class
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local
 from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, SHARES, STEPS, UNMASK
 from fleetdistill.models import build_model
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import check_local_model
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.methods.classstats_secure import ClassStatsSecureServer
+from fleetdistill_server.methods import server_class
+from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.testing import FakeCohort, play
 
 CLASSES, ROWS = 4, 120
 
 
-def config_of(**settings: Any) -> ClassStatsSecureConfig:
-    return ClassStatsSecureConfig.from_settings({"epsilon": 5.0, "dimensions": 16} | settings)
+SUMMED = "classstats_summed"
 
 
-def make_server(**settings: Any) -> ClassStatsSecureServer:
+def config_of(method: str = "classstats_secure", **settings: Any) -> Any:
+    noise = {"epsilon": 5.0} if method == "classstats_secure" else {}
+    return config_class(method).from_settings({"dimensions": 16} | noise | settings)
+
+
+def make_server(method: str = "classstats_secure", **settings: Any) -> Any:
     context = MethodContext(classes=CLASSES, input_shape=SHAPE, models=ModelSection(), torch_device=CPU, seed=3)
-    return ClassStatsSecureServer(config_of(**settings), context)
+    return server_class(method)(config_of(method, **settings), context)
 
 
 def images(seed: int, rows: int = ROWS) -> TensorData:
@@ -48,11 +52,11 @@ def images(seed: int, rows: int = ROWS) -> TensorData:
     return TensorData(inputs, labels)
 
 
-def devices(names: str = "abcde", rows: int = ROWS, **settings: Any) -> dict[str, ClassStatsSecureDevice]:
+def devices(names: str = "abcde", rows: int = ROWS, method: str = "classstats_secure", **settings: Any) -> Any:
     model = build_model("digits_linear", classes=CLASSES)
     return {
-        name: ClassStatsSecureDevice(
-            config_of(**settings),
+        name: device_class(method)(
+            config_of(method, **settings),
             Local(
                 model=model,
                 taps=check_local_model(model),
@@ -65,12 +69,12 @@ def devices(names: str = "abcde", rows: int = ROWS, **settings: Any) -> dict[str
     }
 
 
-def accuracy(half: ClassStatsSecureDevice, variant: str = "general") -> float:
+def accuracy(half: DeviceMethod, variant: str = "general") -> float:
     data = images(1)
     return float((half.variants()[variant].eval()(data.inputs).argmax(dim=1) == data.labels).float().mean())
 
 
-def members_of(server: ClassStatsSecureServer) -> dict[str, str]:
+def members_of(server: ServerMethod) -> dict[str, str]:
     members: dict[str, str] = server.state_dict()["members"]
     return members
 
@@ -221,6 +225,68 @@ def test_the_same_answers_give_the_same_space():
 
     play(replayed, {name: partial(repeat, name) for name in fleet})
     assert replayed.merge_name == server.merge_name
+
+
+# --- without noise
+
+
+def test_a_sum_without_noise_is_that_of_classstats():
+    """The server's merge of one sum has the moments that classstats merges from the devices' own statistics."""
+    fleet, plain = devices(method=SUMMED), devices(method="classstats")
+    server, other = make_server(SUMMED), make_server("classstats", robust="off")
+    play(server, fleet)
+    play(other, plain)
+    (part,) = (value for value, _ in server.state_dict()["parts"].values())
+    assert part["counts"].tolist() == [ROWS * 5 / CLASSES] * CLASSES
+    assert part["sums"].dtype == torch.float64
+    data = images(7).inputs
+    found, expected = server.global_model()(data), other.global_model()(data)
+    assert torch.equal(found.argmax(dim=1), expected.argmax(dim=1))
+    assert (found.softmax(dim=1) - expected.softmax(dim=1)).abs().max() < 0.01, "features are multiples of 2^-8"
+    assert {accuracy(half) for half in fleet.values()} == {1.0}
+    assert accuracy(fleet["a"], "personal") == 1.0
+
+
+def test_no_answer_of_a_sum_without_noise_tells_the_rows():
+    (cohort,) = play(make_server(SUMMED), devices(method=SUMMED))
+    assert {item.answer.samples for item in cohort.asked if item.answer is not None} == {1}
+    assert [sorted(parts) for parts in cohort.answers("a")] == [["keys"], ["boxes"], ["numbers"], ["shares"], []]
+    assert cohort.kinds == ["secure-sum"]
+
+
+def test_sums_without_noise_merge_exactly_over_batches():
+    fleet = devices("abcdefgh", method=SUMMED)
+    one, two = make_server(SUMMED), make_server(SUMMED)
+    play(one, devices("abcdefgh", method=SUMMED))
+    play(two, {name: fleet[name] for name in "abcde"})
+    play(two, fleet, completed=1)
+    assert len(two.state_dict()["parts"]) == 2
+    data = images(7).inputs
+    torch.testing.assert_close(two.global_model()(data), one.global_model()(data), rtol=1e-3, atol=1e-3)
+
+
+def test_devices_of_a_forgotten_sum_without_noise_stay_out():
+    """A curious server could keep the old sum, and a new one of all but one of its devices would give that one's."""
+    server, fleet = make_server(SUMMED), devices("abcdefgh", method=SUMMED)
+    play(server, {name: fleet[name] for name in "abcde"})
+    (cohort,) = play(server, fleet, completed=1)
+    server.forget("a", cohort)
+    assert "in no sum of this run again" in cohort.events[-1].text
+    assert not server.is_due(dict.fromkeys("bcde", "")) or server.global_model() is not None
+    (cohort,) = play(server, {name: fleet[name] for name in "bcdefgh"}, completed=2)
+    assert {item.step for item in cohort.asked} == {"learn"}
+    assert accuracy(fleet["b"]) == 1.0
+    server.forget("f", cohort)
+    assert server.global_model() is None
+
+
+def test_a_restored_server_goes_on_with_exact_sums():
+    server, fleet = make_server(SUMMED), devices("abcde", method=SUMMED)
+    (cohort,) = play(server, fleet)
+    again = make_server(SUMMED)
+    again.load_state_dict(unpack_state(pack_state(server.state_dict())))
+    again.merge_parts(cohort)
+    assert again.merge_name == server.merge_name
 
 
 # --- settings

@@ -53,7 +53,7 @@ def test_the_rate_of_a_round_is_the_methods(tmp_path: Path, trainings: list[Trai
     assert [rate for _, rate, _ in trainings] == pytest.approx([0.1, 0.025])
 
 
-KEEPS_OPTIMIZER = ("classstats", "classstats_private", "classstats_secure", "feddkc", "fedd2s")
+KEEPS_OPTIMIZER = ("classstats", "classstats_private", "classstats_secure", "classstats_summed", "feddkc", "fedd2s")
 
 
 @pytest.mark.parametrize("method", METHODS)

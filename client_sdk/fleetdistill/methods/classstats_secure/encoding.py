@@ -13,11 +13,11 @@ import numpy as np
 from fleetdistill.errors import ConfigurationError, KnowledgeError
 from fleetdistill.knowledge import Array
 from fleetdistill.methods.classstats.shared_statistics import Moments, from_wire, moments_of, to_wire
-from fleetdistill.methods.classstats_private.sums import RowSums
+from fleetdistill.methods.classstats_private.sums import RowSums, unit_rows
 from fleetdistill.methods.classstats_secure.noise import local_variances, noise_bound
 from fleetdistill.secure.session import PRIVATE, Parameters
 
-__all__ = ["decode", "exact_numbers", "limited_numbers", "rows_on_grid", "unit_rows_on_grid", "width_for"]
+__all__ = ["decode", "exact_numbers", "limited_numbers", "rows_in_steps", "unit_rows_on_grid", "width_for"]
 
 _EXACT = 2**53
 """Whole numbers below it are exact in float64, whose matrix products are fast."""
@@ -149,6 +149,24 @@ def _between(counts_c: Array, sums_cd: Array) -> Array:
 
 def _joined(counts_c: Array, sums_cd: Array, moment_dd: Array) -> Array:
     return np.concatenate([counts_c, sums_cd.ravel(), moment_dd[np.triu_indices(len(moment_dd))]])
+
+
+def rows_in_steps(rows_nd: Array, parameters: Parameters) -> tuple[Array, int]:
+    """Returns rows in steps of 2^-g, and how many numbers were clipped: unit rows in a sum with noise.
+
+    Args:
+        rows_nd: `[n, D]`, finite.
+        parameters: Of the session.
+
+    Returns:
+        `[n, D]` int64, and the number of clipped numbers; 0 with noise.
+
+    Raises:
+        KnowledgeError: A number is not finite.
+    """
+    if parameters.mode == PRIVATE:
+        return unit_rows_on_grid(unit_rows(rows_nd), parameters.grid_bits), 0
+    return rows_on_grid(rows_nd, parameters.grid_bits, parameters.clip_bits)
 
 
 # --- how many bytes a number takes

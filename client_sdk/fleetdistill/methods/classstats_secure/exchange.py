@@ -5,10 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from fleetdistill.knowledge import SecureMessage
+from fleetdistill.knowledge import PrivateRows, SecureMessage
 from fleetdistill.methods.base import Answer, Ask
+from fleetdistill.methods.classstats.exchange import DeviceStatistics, SentStatistics
 from fleetdistill.methods.classstats_private.exchange import PrivateStatistics
-from fleetdistill.methods.classstats_secure.config import MIN_IN_SUM, ClassStatsSecureConfig
+from fleetdistill.methods.classstats_secure.config import MIN_IN_SUM, ClassStatsSummedConfig, SumSettings
 
 KEYS, SHARES, INPUT, CHECK, UNMASK = "secure_keys", "secure_shares", "secure_input", "secure_check", "secure_unmask"
 STEPS = (KEYS, SHARES, INPUT, CHECK, UNMASK)
@@ -18,24 +19,35 @@ _FEATURES_VERSION = "1"
 """Version of the public features; increased when the scattering or its whitening changes."""
 
 
-class SecureStatistics(PrivateStatistics):
+class MaskedStatistics(DeviceStatistics):
     """Statistics that leave the device only under a mask."""
 
-    _config: ClassStatsSecureConfig
+    _config: SumSettings
 
     sending_steps = STEPS
 
     def first_ask(self) -> Ask:
         """Returns an ask for the keys of a sum of as few devices as the run allows."""
-        config, fewest = self._config, max(MIN_IN_SUM, self._config.min_in_sum)
-        honest = max(1, fewest - config.colluders_of(fewest))
-        parameters = config.parameters(self._classes, self.rows.shape[1], least=fewest, honest=honest)
+        config = self._config
+        fewest = max(MIN_IN_SUM, config.min_in_sum)
+        parameters = config.parameters_for(fewest, self._classes, self.rows.shape[1])
         session = SecureMessage(parameters=parameters.pack(), nonce=bytes(32))
         return Ask(round=1, step=KEYS, seed=0, parts={"session": session})
 
     def send(self, step: str) -> Answer:
         """Returns all rows in the first step, and nothing in the others, which the device answers from its session."""
-        return self.summarise() if step == KEYS else Answer(parts={}, samples=len(self.labels))
+        rows = PrivateRows(self.rows, self.labels, self._classes)
+        return Answer(parts={"statistics": rows} if step == KEYS else {}, samples=len(self.labels))
+
+
+class SecureStatistics(MaskedStatistics, PrivateStatistics):
+    """Statistics to which the device adds its share of the sum's noise."""
+
+
+class SummedStatistics(MaskedStatistics, SentStatistics):
+    """Statistics without noise, limited to what `SentStatistics` sends."""
+
+    _config: ClassStatsSummedConfig
 
 
 def statistics_digest(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from fleetdistill import COLUMNS
-from fleetdistill.device.private import guarantee_of, private_columns
+from fleetdistill.device.private import hides_rows, private_columns
 from fleetdistill.errors import RunError
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_lab.simulation.backends.backend import (
@@ -67,8 +67,8 @@ class RemoteWork:
 
     def _allow(self) -> tuple[str, ...]:
         """Returns the columns that answers may contain in this run."""
-        private = guarantee_of(self._api.sessions.contract(self._run)) is not None
-        return private_columns(COLUMNS) if private else COLUMNS
+        hidden = hides_rows(self._api.sessions.contract(self._run))
+        return private_columns(COLUMNS) if hidden else COLUMNS
 
     def answer_task(
         self, spec: DeviceSpec, state: bytes | None, delivered: bytes | None, ask: service_pb2.Ask, allow: Sequence[str]
