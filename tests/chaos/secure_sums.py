@@ -3,9 +3,10 @@
 python -m chaos.secure_sums --sessions 1000 --seed 1
 
 Each session has 3 to 12 devices with their state directories, every device is started anew for each ask, and keys are
-unsigned and of a roster in turns. A sum must equal the plain sum of its members' frozen inputs, number for number, and
-be made exactly if enough devices were heard in every step. From all that the server has received, with or without a
-sum, it may not compute one device's input; a repeated ask must get the same bytes.
+unsigned and of a roster in turns, with noise and without in pairs of sessions. A sum must equal the plain sum of its
+members' frozen inputs, number for number, and be made exactly if enough devices were heard in every step. From all that
+the server has received, with or without a sum, it may not compute one device's input; a repeated ask must get the same
+bytes.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Session:
         seed: Of the session.
         devices: Number of devices.
         keys: Who vouches for the devices' keys.
+        method: classstats_secure or, without noise, classstats_summed.
         members: Number of devices in the sum; 0 without a sum.
         lost: Number of lost asks and answers.
         repeated: Number of asks that came twice.
@@ -50,6 +52,7 @@ class Session:
     seed: int
     devices: int
     keys: str
+    method: str
     members: int = 0
     lost: int = 0
     repeated: int = 0
@@ -108,12 +111,13 @@ def play(directory: Path, seed: int, after: Tamper = untouched) -> Session:
 
     Args:
         directory: An empty folder.
-        seed: Even seeds have unsigned keys, odd ones a roster.
+        seed: Even seeds have unsigned keys, odd ones a roster; half of both have noise.
         after: Changes an answer that arrives.
     """
     rng = random.Random(f"sums/{seed}")
-    session = Session(seed, rng.randint(3, 12), ("unsigned", "roster")[seed % 2])
-    fleet = SecureFleet(directory, session.devices, keys=session.keys)
+    method = ("classstats_secure", "classstats_summed")[seed // 2 % 2]
+    session = Session(seed, rng.randint(3, 12), ("unsigned", "roster")[seed % 2], method)
+    fleet = SecureFleet(directory, session.devices, method=method, keys=session.keys)
     weather = Weather(fleet, rng, after)
     expected = weather.expected()
     try:
@@ -168,7 +172,10 @@ def main() -> int:
     for session in play_all(given.sessions, given.seed, given.out.resolve()):
         done.append(session)
         for finding in session.wrong:
-            print(f"seed {session.seed} ({session.devices} devices, {session.keys}): {finding}", flush=True)
+            print(
+                f"seed {session.seed} ({session.devices} devices, {session.keys}, {session.method}): {finding}",
+                flush=True,
+            )
     print(last_line(done))
     return 1 if any(session.wrong for session in done) else 0
 
