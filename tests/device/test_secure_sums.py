@@ -24,6 +24,7 @@ from fleetdistill.errors import (
     SumRefusedError,
 )
 from fleetdistill.knowledge import Plan, PrivateRows, SecureMessage
+from fleetdistill.methods import config_class, config_to_plan
 from fleetdistill.methods.base import Answer, Ask
 from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK
 from fleetdistill.secure.member import endorse
@@ -32,6 +33,7 @@ from fleetdistill.secure.session import Roster, pack_members
 from fleetdistill.state import failpoints
 from fleetdistill.state.privacy_ledger import PrivacyBudget
 from fleetdistill.state.secure_sessions import SecureSessions
+from fleetdistill.wire.codec import encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.methods.secure.secure_sum import SecureSum
 
@@ -386,7 +388,9 @@ def test_a_sum_in_which_nothing_was_sent_is_not_charged(tmp_path, keys):
     parameters = fleet.parameters().pack()
     for nonce in range(3):
         fleet.answer("device-0", KEYS, {"session": SecureMessage(parameters=parameters, nonce=bytes([nonce]) * 32)})
-    assert len(releases(tmp_path / "device-0")) == 1
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(lost=[(SHARES, "device-1"), (SHARES, "device-2")])
+    assert not releases(tmp_path / "device-0")
     result = fleet.sum(number=2)
     assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names))
     assert len(releases(tmp_path / "device-0")) == 1
@@ -541,7 +545,7 @@ def test_clipped_features_are_told_to_the_app_only(tmp_path):
 
 def test_devices_join_sums_without_noise_only_if_allowed():
     contract = contract_pb2.Contract(run="plain", method=SUMMED)
-    with pytest.raises(ConfigurationError, match=r"run 'plain' sums without noise.*classstats_secure.*without_noise"):
+    with pytest.raises(ConfigurationError, match=r"run 'plain': its sums have no noise.*_secure.*set without_noise"):
         check_secure(contract, SecureTerms())
     check_secure(contract, SecureTerms(without_noise=True))
     check_secure(contract, None)
@@ -646,7 +650,8 @@ def test_a_crash_at_every_failpoint_of_every_step(tmp_path, monkeypatch, keys, m
     assert not fleet.refused
     assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names))
     assert len({(name, sid) for name, sid, _ in inputs}) == len(inputs), "one input for a session"
-    expected = STEPS[keys] if point == "secure.after-step" else (KEYS,)
+    charged = (INPUT,) if point == "privacy.after-record" else (KEYS,)
+    expected = STEPS[keys] if point == "secure.after-step" else charged
     assert {step for step, _ in died} == set(expected)
     for name in fleet.names:
         assert method == SUMMED or len(releases(tmp_path / name)) == 1
@@ -695,10 +700,45 @@ def test_a_restored_directory_sends_the_same_bytes(tmp_path, keys):
 
 
 def test_a_device_with_a_key_refuses_sums_without_signatures(tmp_path):
-    fleet = SecureFleet(tmp_path, 3, terms=SecureTerms(min_devices=3, signer=signer_of("device-0")))
+    fleet = SecureFleet(tmp_path, 3)
+    fleet.terms = {"device-0": SecureTerms(min_devices=3, signer=signer_of("device-0"))}
     with pytest.raises(QuorumNotReached):
         fleet.sum()
-    assert set(fleet.refused.values()) == {"this device takes part in sums with signed keys only"}
+    assert fleet.refused == {(KEYS, "device-0"): "this device takes part in sums with signed keys only"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"endorsement": bytes(64)},
+        {"key": bytes(32)},
+        {"roster_key": verification_key(bytes(32))},
+        {"endorsement": signer_of("device-1").endorsement},
+    ],
+)
+def test_a_signer_that_is_not_of_this_device_is_refused(tmp_path, changes):
+    fleet = SecureFleet(tmp_path, 3)
+    fleet.terms = {"device-0": SecureTerms(signer=dataclasses.replace(signer_of("device-0"), **changes))}
+    with pytest.raises(ConfigurationError, match="has not endorsed its key for device 'device-0'; endorse this key"):
+        fleet.device("device-0")
+
+
+@pytest.mark.parametrize(
+    ("settings", "terms", "says"),
+    [
+        ({"keys": "roster"}, None, "the sum needs signed keys, and this device has no .*signer=.*pass one, or ask"),
+        ({"keys": "roster"}, SecureTerms(), "the sum needs signed keys"),
+        ({}, SecureTerms(signer=signer_of("a")), 'takes part in sums with signed keys only; ask .* keys = "roster"'),
+        ({"min_in_sum": 4}, SecureTerms(min_devices=5), "at least 4 devices, SecureTerms require 5; .* min_in_sum, or"),
+    ],
+)
+def test_a_device_that_would_refuse_each_sum_is_not_checked_in(settings, terms, says):
+    """At check-in: a device that counts as present and declines each sum would let the others' sums fail."""
+    config = config_class("classstats_secure").from_settings({"epsilon": 3.0, **settings})
+    plan = encode({"config": config_to_plan(config)}).parts.parts[0].plan
+    contract = contract_pb2.Contract(run="r", method="classstats_secure", config=plan)
+    with pytest.raises(ConfigurationError, match=f"cannot take part in run 'r': .*{says}"):
+        check_secure(contract, terms)
 
 
 def test_terms_are_checked_at_construction():
@@ -731,36 +771,38 @@ def test_a_budget_below_the_sums_epsilon_is_kept(tmp_path):
 
 @BOTH
 def test_crashes_around_a_new_sum_charge_once(tmp_path, monkeypatch, keys):
-    """After a short sum, a device dies at each failpoint of the next one's first step."""
-    charged = 1 if keys == "unsigned" else 2
+    """After a short sum, a device dies at each failpoint of the next one's first step, and of its masked input."""
     fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4, budget=PrivacyBudget(20.0, 1e-5))
     with pytest.raises(QuorumNotReached):
         fleet.sum(lost=[(INPUT, "device-1"), (INPUT, "device-2")])
-    message = SecureMessage(parameters=fleet.parameters().pack(), nonce=bytes(32))
-    hits: list[str] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(failpoints, "hit", hits.append)
-        fleet.answer("device-4", KEYS, {"session": message}, 2)
-    for number in range(len(hits)):
-        left = [number]
+    hits: set[str] = set()
 
-        def hit(name, left=left):
-            left[0] -= 1
-            if left[0] < 0:
-                raise Crash
+    def die(step, name, message):
+        if name != "device-0" or step not in (KEYS, INPUT):
+            return message
+        for number in range(20):
 
-        with monkeypatch.context() as patch:
-            patch.setattr(failpoints, "hit", hit)
-            with contextlib.suppress(Crash):  # later attempts come by fewer points
-                fleet.answer("device-0", KEYS, {"session": message}, 2)
-        assert len(releases(tmp_path / "device-0")) <= charged
-    fleet.answer("device-0", KEYS, {"session": message}, 2)
-    assert len(releases(tmp_path / "device-0")) == charged
-    assert len(hits) > 8
+            def hit(name, left=[number]):  # noqa: B006  (counts down)
+                hits.add(name)
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Crash
+
+            with monkeypatch.context() as patch:
+                patch.setattr(failpoints, "hit", hit)
+                with contextlib.suppress(Crash):  # later attempts come by fewer points
+                    fleet.answer(name, step, {"session": message}, 2)
+        return message
+
+    result = fleet.sum(number=2, down=die)
+    assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names))
+    assert len(releases(tmp_path / "device-0")) == (1 if keys == "unsigned" else 2)
+    assert {"device.secure.before-freeze", "device.secure.after-step"} <= hits
 
 
 def releases(directory):
-    return json.loads((directory / "privacy.json").read_bytes())["releases"]
+    path = directory / "privacy.json"
+    return json.loads(path.read_bytes())["releases"] if path.exists() else []
 
 
 def test_a_lost_ledger_is_noticed(tmp_path):

@@ -56,6 +56,7 @@ class SecureFleet:
         settings: Of the method.
 
     Attributes:
+        terms: Terms of single devices that have others.
         refused: Reason of each refusal by step and device.
         seen: What the server has received, by step and device.
         events: Events of the devices.
@@ -83,6 +84,7 @@ class SecureFleet:
         self.shared: frozenset[int] = frozenset()
         self.entries: tuple[bytes, ...] = ()
         self.events: list[Event] = []
+        self.terms: dict[str, SecureTerms] = {}
         self.sid = b""
         self._directory, self._terms, self._budget = directory, terms, budget
         for name in self.names:
@@ -92,7 +94,7 @@ class SecureFleet:
         """A device that has just been started, with nothing but its state directory."""
         signer = signer_of(name) if self.config.signs_keys else None
         events = Events(DeviceLock(self.events.append), name)
-        terms = replace(self._terms, signer=signer) if self._terms.signer is None else self._terms
+        terms = self.terms.get(name) or replace(self._terms, signer=signer)
         return SecureSums(self.files(name), name, terms, self._budget, events)
 
     def files(self, name: str) -> Files:

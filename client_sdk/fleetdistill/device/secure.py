@@ -37,6 +37,8 @@ FORGET_AFTER_SECONDS = 7 * 86_400.0
 """A sum that has not ended by then is forgotten: its root and its input are erased."""
 _MAX_CLIPPED = 0.01
 """Largest share of a device's numbers that may be clipped without an event."""
+_NO_SIGNER = "the sum needs signed keys, and this device has no SecureTerms(signer=...)"
+_SIGNED_ONLY = "this device takes part in sums with signed keys only"
 _KEY_BYTES, _SIGNATURE_BYTES = 32, 64
 
 
@@ -117,16 +119,29 @@ def check_secure(contract: contract_pb2.Contract, terms: SecureTerms | None) -> 
     if config.sums_securely:
         import fleetdistill.secure.primitives  # needs the package cryptography  # noqa: F401
 
-        if terms is not None and not terms.without_noise and config.guarantee is None:
-            raise ConfigurationError(
-                f"run {contract.run!r} sums without noise, which this device's SecureTerms do not allow; ask the "
-                "operator for a run of method classstats_secure, or set without_noise"
-            )
+        if reason := _reason_against(config, terms or ANY_TERMS):
+            raise ConfigurationError(f"this device cannot take part in run {contract.run!r}: {reason}")
     elif terms is not None:
         raise ConfigurationError(
             f"run {contract.run!r} has no secure sums, but Device(secure=...) is set: this device takes part in secure "
             "sums only; ask the operator for a run of method classstats_secure, or leave the argument out"
         )
+
+
+def _reason_against(config: SumSettings, terms: SecureTerms) -> str:
+    """Returns why a device with these terms would refuse each sum of a run, with a remedy; empty if it would not."""
+    if config.signs_keys and terms.signer is None:
+        return f'{_NO_SIGNER}; pass one, or ask the operator for a run with keys = "unsigned"'
+    if terms.signer is not None and not config.signs_keys:
+        return f'{_SIGNED_ONLY}; ask the operator for keys = "roster", or leave the signer out'
+    if config.guarantee is None and not terms.without_noise:
+        return "its sums have no noise; ask the operator for method classstats_secure, or set without_noise"
+    if 0 < config.min_in_sum < terms.min_devices:
+        return (
+            f"its sums have at least {config.min_in_sum} devices, SecureTerms require {terms.min_devices}; ask the "
+            "operator for a larger min_in_sum, or lower min_devices"
+        )
+    return ""
 
 
 class SecureSums:
@@ -139,6 +154,9 @@ class SecureSums:
         budget: The app's privacy budget; None for the run's epsilon and delta.
         events: Emits events to the app.
         now: Returns Unix seconds.
+
+    Raises:
+        ConfigurationError: The signer's endorsement is of another device, key or roster.
     """
 
     def __init__(
@@ -157,6 +175,8 @@ class SecureSums:
         self._budget = budget
         self._events = events
         self._now = now
+        if terms.signer is not None:
+            _check_signer(terms.signer, device)
 
     def forget_expired(self) -> None:
         """Ends a sum that began more than seven days ago."""
@@ -189,7 +209,7 @@ class SecureSums:
             StateError: The state directory is damaged.
         """
         from fleetdistill.knowledge import PrivateRows, SecureMessage
-        from fleetdistill.methods.classstats_secure.exchange import KEYS, STEPS
+        from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, STEPS
         from fleetdistill.wire.codec import encode
 
         if ask.step not in STEPS:
@@ -209,6 +229,8 @@ class SecureSums:
         parts, lists = self._part(ask.step, message, session, steps)
         sent = encode(parts).sha256.hex()
         if ask.step not in steps.digests:
+            if ask.step == INPUT and config.guarantee is not None:
+                self._charge(session, config.guarantee)
             self._sessions.record(steps.after(ask.step, asked, sent, **lists))
         elif steps.digests[ask.step] != (asked, sent):
             raise SumRefusedError("this device cannot repeat its answer to a step of the sum")
@@ -241,8 +263,8 @@ class SecureSums:
             if config.guarantee is None:
                 self._check_first(contract.run, config)
             session = self._freeze(sid, parameters, ask.round, rows, contract.run, config)
-        if config.guarantee is not None:
-            self._charge(session, config.guarantee)
+            if config.guarantee is not None:
+                self._check_budget(session, config.guarantee)
         return session
 
     def _check_terms(self, parameters: Parameters, rows: PrivateRows, config: SumSettings) -> None:
@@ -254,7 +276,8 @@ class SecureSums:
             raise SumRefusedError("the parameters of the sum are not those of the run")
         if parameters.least < (fewest := max(terms.min_devices, config.min_in_sum)):
             raise SumRefusedError(
-                f"this device takes part in sums of at least {fewest} devices, this one may have {parameters.least}"
+                f"this device takes part in sums of at least {fewest} devices, this one may have {parameters.least}; "
+                "raise min_in_sum"
             )
         if isinstance(config, ClassStatsSecureConfig):
             colluders = max(terms.colluders, config.colluders_of(parameters.least))
@@ -268,14 +291,14 @@ class SecureSums:
                 f"the sum takes at most {parameters.max_rows} rows of one device; raise max_rows, or lower max_in_sum"
             )
         if config.signs_keys and terms.signer is None:
-            raise SumRefusedError("the sum needs signed keys, and this device has no SecureTerms(signer=...)")
+            raise SumRefusedError(_NO_SIGNER)
         if terms.signer is not None and not config.signs_keys:
-            raise SumRefusedError("this device takes part in sums with signed keys only")
+            raise SumRefusedError(_SIGNED_ONLY)
 
     def _freeze(
         self, sid: bytes, parameters: Parameters, round: int, rows: PrivateRows, run: str, config: SumSettings
     ) -> SecureSession:
-        """Draws the noise and stores the input, durably; nothing of it may leave before `_charge`."""
+        """Draws the noise and stores the input, durably; it may not leave before `_charge`."""
         from fleetdistill.methods.classstats_secure.encoding import rows_in_steps
         from fleetdistill.secure.primitives import to_bytes, wrap
 
@@ -289,7 +312,7 @@ class SecureSums:
         )
         earlier = self._sessions.unfinished()
         same = earlier is not None and (earlier.run, earlier.rows) == (run, content)
-        unpaid = same and not self._may_be_finished(earlier, config)
+        is_paid = same and not self._may_be_finished(earlier, config)
         width = parameters.width
         session = SecureSession(
             sid=sid,
@@ -299,7 +322,8 @@ class SecureSums:
             numbers=to_bytes(wrap(_input_of(steps_nf, rows, parameters, config), width), width),
             parameters=parameters.pack(),
             rows=content,
-            paid_by=earlier.paid_by if earlier is not None and unpaid else sid,
+            paid_by=earlier.paid_by if earlier is not None and is_paid else sid,
+            has_noise=config.guarantee is not None,
             began=self._now(),
         )
         self._sessions.begin(session)
@@ -325,12 +349,25 @@ class SecureSums:
                 "this device is in a sum of this run, or may be; without noise, a second one could show its part"
             )
 
+    def _check_budget(self, session: SecureSession, wanted: Guarantee) -> None:
+        """Destroys a new sum that would exceed the privacy budget. Raises PrivacyBudgetError."""
+        ledger = PrivacyLedger(self._files)
+        if not _is_charged(ledger, session):
+            try:
+                ledger.check(wanted.mu, True, self._most(wanted))
+            except PrivacyBudgetError:
+                self._sessions.discard()
+                raise
+
     def _charge(self, session: SecureSession, wanted: Guarantee) -> None:
-        """Records a sum in the privacy ledger, unless it is there. Raises PrivacyBudgetError after destroying it."""
-        ledger, paid_by = PrivacyLedger(self._files), session.paid_by.hex()
-        if any(release.sum == paid_by for release in ledger.releases):
+        """Records a sum in the privacy ledger, unless it is there, before the masked input leaves.
+
+        Raises:
+            PrivacyBudgetError: The sum would exceed the budget, of which another has taken a part since the first step.
+        """
+        ledger, most = PrivacyLedger(self._files), self._most(wanted)
+        if _is_charged(ledger, session):
             return
-        most = self._budget or PrivacyBudget(wanted.epsilon, wanted.delta)
         try:
             recorded = ledger.record(
                 run=session.run,
@@ -340,12 +377,15 @@ class SecureSums:
                 rows=session.rows,
                 most=most,
                 time=self._now(),
-                sum=paid_by,
+                sum=session.paid_by.hex(),
             )
         except PrivacyBudgetError:
-            self._sessions.discard()
+            self._sessions.end(session, "no budget")
             raise
         self._events.emit_released(session.round, wanted, recorded.epsilon, most)
+
+    def _most(self, wanted: Guarantee) -> PrivacyBudget:
+        return self._budget or PrivacyBudget(wanted.epsilon, wanted.delta)
 
     # --- later steps
 
@@ -389,6 +429,21 @@ class SecureSums:
         except PeerError as error:
             name = part.device_at(error.index)
             raise SumRefusedError(f"what device {name!r} sent in this sum cannot be used: {error}") from error
+
+
+def _check_signer(signer: Signer, device: str) -> None:
+    from fleetdistill.secure.member import is_endorsed
+    from fleetdistill.secure.primitives import verification_key
+
+    if not is_endorsed(signer.roster_key, device, verification_key(signer.key), signer.endorsement):
+        raise ConfigurationError(
+            f"the signer's endorsement does not fit: its roster_key has not endorsed its key for device {device!r}; "
+            "endorse this key under this id, with the roster whose public key the app has"
+        )
+
+
+def _is_charged(ledger: PrivacyLedger, session: SecureSession) -> bool:
+    return any(release.sum == session.paid_by.hex() for release in ledger.releases)
 
 
 def _input_of(steps_nf: np.ndarray, rows: PrivateRows, parameters: Parameters, config: SumSettings) -> np.ndarray:

@@ -18,13 +18,11 @@ from fleetdistill.privacy.accountant import compose, epsilon_for, epsilon_for_zc
 from fleetdistill.state import failpoints
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import damaged_error, json_object, sealed_json
-from fleetdistill.state.secure_sessions import ENDED, STEPS
+from fleetdistill.state.secure_sessions import SecureSessions
 
 PRIVACY_LEDGER = "privacy.json"
 RELEASED = "released.npz"
 """The last release; it is written after its entry in the ledger."""
-_AFTER_RELEASES = (RELEASED, STEPS, ENDED)
-"""Files that are written after a release is in the ledger."""
 _TOLERANCE = 1e-9
 """Relative. Epsilon is rounded up twice on its way through mu, so a budget of exactly one release allows it."""
 
@@ -96,6 +94,14 @@ class PrivacyLedger:
         """Returns the epsilon of all releases together; infinity above 100."""
         return _epsilon([(release.mu, release.exact) for release in self.releases], delta)
 
+    def check(self, mu: float, exact: bool, most: PrivacyBudget) -> float:
+        """Returns the epsilon of all releases and a new one, with arguments and error as `record`; records nothing."""
+        noise = [*((release.mu, release.exact) for release in self.releases), (mu, exact)]
+        epsilon = _epsilon(noise, most.delta)
+        if epsilon > most.epsilon * (1 + _TOLERANCE):
+            raise PrivacyBudgetError(spent=self.spent(most.delta), wanted=epsilon)
+        return epsilon
+
     def record(
         self,
         *,
@@ -125,10 +131,7 @@ class PrivacyLedger:
         Raises:
             PrivacyBudgetError: The release would exceed `most`. Nothing is recorded.
         """
-        noise = [*((release.mu, release.exact) for release in self.releases), (mu, exact)]
-        epsilon = _epsilon(noise, most.delta)
-        if epsilon > most.epsilon * (1 + _TOLERANCE):
-            raise PrivacyBudgetError(spent=self.spent(most.delta), wanted=epsilon)
+        epsilon = self.check(mu, exact, most)
         release = Release(run=run, round=round, mu=mu, exact=exact, rows=rows, epsilon=epsilon, time=time, sum=sum)
         self._save([*self.releases, release])
         self.releases.append(release)
@@ -142,11 +145,13 @@ class PrivacyLedger:
     def _load(self) -> list[Release]:
         data, path = self._files.load(PRIVACY_LEDGER), self._files.directory / PRIVACY_LEDGER
         if data is None:
-            released = [name for name in _AFTER_RELEASES if self._files.load(name) is not None]
-            if not released:
+            released = (
+                RELEASED if self._files.load(RELEASED) is not None else SecureSessions(self._files).names_release()
+            )
+            if released is None:
                 return []
             raise StateError(
-                f"{path} is missing, but {released[0]} beside it is of a private release that it must count; restore "
+                f"{path} is missing, but {released} beside it is of a private release that it must count; restore "
                 f"{PRIVACY_LEDGER} from a backup, or begin with new data in a new state directory"
             )
         try:

@@ -21,7 +21,7 @@ from fleetdistill.state import failpoints
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import damaged_error, json_object, sealed_json
 
-__all__ = ["ENDED", "STEPS", "SecureSession", "SecureSessions", "Steps"]
+__all__ = ["SecureSession", "SecureSessions", "Steps"]
 
 SESSION, STEPS, ENDED = "secure.json", "secure_steps.json", "secure_ended.json"
 NOT_COUNTED = "not counted"
@@ -44,6 +44,7 @@ class SecureSession:
         rows: Fingerprint of the rows, as in the privacy ledger.
         paid_by: Id of the sum whose release in the privacy ledger counts for this one: its own, or that of an earlier
             sum which was not finished.
+        has_noise: Whether its release is in the privacy ledger once the device has sent its masked numbers.
         began: Unix time in seconds.
     """
 
@@ -55,6 +56,7 @@ class SecureSession:
     parameters: bytes
     rows: str
     paid_by: bytes
+    has_noise: bool
     began: float
 
 
@@ -183,6 +185,7 @@ class SecureSessions:
             "round": session.round,
             "outcome": outcome,
             "is_in_sum": steps.has_input and outcome != NOT_COUNTED,
+            "is_charged": steps.has_input and session.has_noise,
             "digests": digests,
         }
         old, last = self._ended()[: 1 - _KEPT], self._ended()[1 - _KEPT :]
@@ -192,6 +195,13 @@ class SecureSessions:
     def is_in_sum(self, run: str) -> bool:
         """Returns whether an ended sum of a run contains this device, or may contain it."""
         return any(entry["run"] == run and entry["is_in_sum"] for entry in self._ended())
+
+    def names_release(self) -> str | None:
+        """Returns the file with a sum that must be in the privacy ledger, or None if none has one."""
+        session = self._stored()
+        if session is not None and session.has_noise and self.steps(session).has_input:
+            return STEPS
+        return ENDED if any(entry["is_charged"] for entry in self._ended()) else None
 
     def outcome_of(self, sid: bytes) -> str | None:
         """Returns how a sum has ended for this device; None if it has not."""
@@ -228,6 +238,7 @@ def _session_of(saved: Mapping[str, Any]) -> SecureSession:
         parameters=bytes.fromhex(saved["parameters"]),
         rows=str(saved["rows"]),
         paid_by=bytes.fromhex(saved["paid_by"]),
+        has_noise=bool(saved["has_noise"]),
         began=float(saved["began"]),
     )
 
