@@ -31,6 +31,9 @@ FORMS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "classstats": ("classstats", "", {}),
     "classstats_private": ("classstats_private", "", {"epsilon": 3.0}),
     "classstats_private, epsilon = 1": ("classstats_private", "", {"epsilon": 1.0}),
+    "classstats_secure": ("classstats_secure", "", {"epsilon": 3.0}),
+    "classstats_secure, epsilon = 1": ("classstats_secure", "", {"epsilon": 1.0}),
+    "classstats_summed": ("classstats_summed", "", {}),
     "dafkd": ("dafkd", "", {}),
     "fedavg": ("fedavg", "", {}),
     "fedd2s": ("fedd2s", "fedd2s_digits", {}),
@@ -76,7 +79,7 @@ def measure(form: str, data: str, other: str, seeds: Sequence[int]) -> dict[str,
     classes = [report.classes for report in reports if report.classes is not None]
     return {
         "attacks": pooled(reports),
-        "classes": round(statistics.mean(classes), 2) if classes else None,
+        "classes": round(statistics.mean(classes), 2) + 0.0 if classes else None,  # no -0.0
         "bound": None if reports[0].bound is None else round(reports[0].bound, 4),
         "pictures": pictures,
     }

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +27,9 @@ from fleetdistill.knowledge import (
 )
 from fleetdistill.methods.classstats.shared_statistics import moments_of, to_wire
 from fleetdistill.methods.classstats_private.sums import class_sums, unit_rows
+from fleetdistill.methods.classstats_private.sums import to_wire as sums_to_wire
+from fleetdistill.methods.classstats_secure.config import ClassStatsSummedConfig
+from fleetdistill.methods.classstats_secure.encoding import decode, limited_numbers, rows_in_steps
 from fleetdistill.methods.feddkd.device import distillation_gradient
 from fleetdistill.models.discriminators import SharedHead
 from fleetdistill.training.model import logits_and_embedding
@@ -30,8 +37,9 @@ from fleetdistill.training.parameters import model_parameters
 from fleetdistill_lab.audit.audit import attack, max_mu, parts_sent
 from fleetdistill_lab.audit.knowledge import PublicMoments, class_shares, features_of
 from fleetdistill_lab.audit.linkage import Scored, linkage
-from fleetdistill_lab.audit.public_set import PublicSet
-from fleetdistill_lab.audit.record import Attacker, Message, Rows
+from fleetdistill_lab.audit.public_set import PublicSet, split_public
+from fleetdistill_lab.audit.record import Attacker, DeviceSum, Message, Rows, sums_of
+from fleetdistill_lab.simulation.data.datasets import load_dataset
 from fleetdistill_server.engine.contract import build_method
 
 MEMBERS = 30
@@ -118,6 +126,21 @@ def test_a_mean_is_weighed_with_and_without_a_row() -> None:
     assert moments.leaning(x, mean, 0, 5, 1 / 3) == pytest.approx(-0.2, rel=1e-4)
 
 
+def test_a_covariance_is_aligned_with_rows_of_its_products() -> None:
+    """Two classes of rows (±2, 0) and (0, ±1): covariance diag(16/6, 4/6) within both, which whitens (√(8/3), √(2/3)).
+
+    The sent covariance has 4/3 beside its diagonal, which is 4/3 / √(8/3 · 2/3) = 1 after whitening. Its diagonal has
+    no influence. z = (1, 1): (1 + 1) / 2; z = (1, -1): -1; z = (1, 0): 0.
+    """
+    cross = np.array([[2.0, 0], [-2, 0], [0, 1], [0, -1]])
+    moments = PublicMoments(np.concatenate([cross, cross + np.array([5, 0])]), np.repeat([0, 1], 4))
+    mean, across, along = np.array([7.0, 1]), math.sqrt(8 / 3), math.sqrt(2 / 3)
+    rows = mean + np.array([[across, along], [across, -along], [across, 0], [2 * across, 2 * along]])
+    for diagonal in (5.0, 100.0):
+        sent = np.array([[diagonal, 4 / 3], [4 / 3, 7]])
+        assert moments.alignment(rows, mean, sent) == pytest.approx([1, -1, 0, 4 * 2 / 8], rel=1e-5, abs=1e-9)
+
+
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 50), noise=st.sampled_from([0.0, 0.5]))
 def test_the_score_of_a_mean_is_its_log_likelihood_ratio(seed: int, count: int, noise: float) -> None:
     generator = np.random.default_rng(seed)
@@ -147,6 +170,76 @@ def test_sums_without_noise_link_rows_of_small_classes(public: PublicSet) -> Non
     assert max_mu(sent) == 1.0
     assert max_mu([*sent, message({"metrics": Metrics(metrics=[])})]) is None, "not only private sums left"
     assert class_shares(sent, 10) == pytest.approx([0.1] * 10)
+
+
+# --- secure sums
+
+
+def summed(extractor: torch.nn.Module, devices: Sequence[Rows]) -> Message:
+    """What a server of classstats_summed has of devices."""
+    config = ClassStatsSummedConfig(min_samples=2)
+    parameters = config.parameters_for(3, classes=10, dimensions=features_of(extractor, devices[0].inputs).shape[1])
+    total = np.zeros(parameters.numbers, dtype=np.int64)
+    for rows in devices:
+        steps = rows_in_steps(features_of(extractor, rows.inputs), parameters)[0]
+        total += limited_numbers(
+            steps, rows.labels.numpy(), 10, parameters.grid_bits, min_samples=2, rank=128, rows_per_direction=15
+        )
+    ids = tuple(f"device-{number}" for number in range(len(devices)))
+    return DeviceSum(ids, sums_to_wire(decode(total, parameters), 0.0, discrete=True)).as_message()
+
+
+def test_a_sum_of_one_device_is_attacked_as_its_part(public: PublicSet) -> None:
+    """Up to the rounding of the rows to 2^-8 and of the part's means to float16."""
+    attacker, own = attacker_of(public, "classstats"), members_of(public, 200)
+    extractor = attacker.method.known_extractor("statistics", {})
+    assert extractor is not None
+    part = to_wire(moments_of(features_of(extractor, own.inputs), own.labels.numpy(), 2), 128, 15)
+    alone = attack([message({"statistics": part})], attacker, own)
+    result = attack([summed(extractor, [own])], attacker, own)
+    assert {name for name, _ in result} == {"sum of 1 devices"}
+    assert [attack for _, attack in result] == ["means", "covariance", "means and covariance"]
+    for (_, name), scores in result.items():
+        assert scores == pytest.approx(alone["statistics", name], abs=0.05 * np.abs(scores).max()), name
+
+
+def test_more_devices_in_a_sum_link_less_on_average() -> None:
+    """Devices of 40 rows, three seeds: the share of decoys below a row falls with the devices in the sum."""
+    result: dict[int, list[float]] = {1: [], 4: [], 20: []}
+    for seed in range(3):
+        public = split_public(load_dataset("digits"), 800, seed)
+        attacker = attacker_of(public, "classstats")
+        extractor = attacker.method.known_extractor("statistics", {})
+        assert extractor is not None
+        everything = public.fleet.train_images, public.fleet.train_labels
+        own = Rows(everything[0][:40], everything[1][:40])
+        candidates = Rows(torch.cat([own.inputs, public.decoys.inputs]), torch.cat([own.labels, public.decoys.labels]))
+        for size, found in result.items():
+            devices = [
+                Rows(everything[0][first : first + 40], everything[1][first : first + 40])
+                for first in range(0, 40 * size, 40)
+            ]
+            scores = attack([summed(extractor, devices)], attacker, candidates)[
+                f"sum of {size} devices", "means and covariance"
+            ]
+            of_decoys, labels = scores[40:], public.decoys.labels
+            found += [float((of_decoys[labels == own.labels[row]] < scores[row]).mean()) for row in range(40)]
+    assert np.mean(result[1]) > np.mean(result[4]) + 0.03 > np.mean(result[20]) + 0.06
+
+
+def test_sums_are_read_from_the_servers_state() -> None:
+    """Two sums in a state, one of which has no noise; a device in none of them is in none."""
+
+    def part(count: float, mu: float) -> list[Any]:
+        numbers = {"counts": [count, 0.0], "sums": [[1.0], [0.0]], "second_moment": [2.0]}
+        return [{name: torch.tensor(one) for name, one in numbers.items()} | {"mu": mu, "discrete": True}, ""]
+
+    state = {"parts": {"x": part(3, mu=0.5), "y": part(4, mu=0.0)}, "members": {"b": "y", "c": "x", "a": "x"}}
+    first, second = sums_of(state)
+    assert (first.devices, first.part.counts.tolist(), first.part.mu) == (("a", "c"), [3, 0], 0.5)
+    assert (second.devices, second.part.counts.tolist(), second.part.mu) == (("b",), [4, 0], 0)
+    assert max_mu([first.as_message()]) == 0.5
+    assert max_mu([first.as_message(), second.as_message()]) is None, "a sum without noise is not private"
 
 
 def test_an_overfitted_model_gives_its_rows_away(public: PublicSet) -> None:

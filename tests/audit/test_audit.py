@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fleetdistill.errors import RunError
 from fleetdistill.privacy.accountant import discrete_mu_for, mu_for
 from fleetdistill.training.model import SplitModel
-from fleetdistill_lab.audit.audit import Audit, audit, bound, record_run, simulation_of
+from fleetdistill_lab.audit.audit import Audit, audit, bound, record_run, report, simulation_of
 from fleetdistill_lab.audit.output import tables, view
 from fleetdistill_lab.audit.public_set import split_public
 from fleetdistill_lab.simulation.data.datasets import load_dataset
@@ -62,7 +62,7 @@ def test_class_statistics_are_asked_by_means_and_directions() -> None:
     result = audit(small("classstats"))
     assert result.worst in result.parts["statistics"].values()
     shown = [row["attack"] for row in view(result).lists["parts"] if row["part"] == "statistics"]
-    assert shown == ["means", "directions"]
+    assert shown == ["means", "covariance", "means and covariance", "directions"]
     assert result.parts["statistics"]["means"].auc > 0.5  # chance is 0.5
 
 
@@ -95,6 +95,60 @@ def test_attacks_on_private_sums_stay_below_the_bound() -> None:
     assert list(result.parts) == ["statistics"], "nothing else leaves"
     result.check_bound()
     assert "The devices' noise bounds linked at" in str(tables(view(result))[2])
+
+
+# --- secure sums
+
+
+def test_the_sum_is_attacked_and_no_single_part() -> None:
+    wanted = Audit(
+        config=run_of("classstats_secure", epsilon=10), data=load_dataset("digits"), devices=3, rows=600, rounds=1
+    )
+    recorded = record_run(wanted, split_public(wanted.data, wanted.rows, wanted.seed))
+    (summed,) = recorded.sums
+    assert summed.devices == tuple(sorted(recorded.rows)) == ("device-0", "device-1", "device-2")
+    labels = np.concatenate([rows.labels for rows in recorded.rows.values()])
+    assert summed.part.counts == pytest.approx(np.bincount(labels), abs=40)  # the noise's standard deviation is 2
+    result = report(wanted, split_public(wanted.data, wanted.rows, wanted.seed), recorded)
+    assert result.sums == (3,)
+    assert {part: list(attacks) for part, attacks in result.parts.items()} == {
+        "keys": [],
+        "boxes": [],
+        "numbers": [],
+        "shares": [],
+        "sum of 3 devices": ["sums"],
+    }
+    assert result.worst is result.parts["sum of 3 devices"]["sums"]
+    assert result.worst.rows == result.attacked_rows
+    assert result.mu == pytest.approx(discrete_mu_for(10, 1e-5))  # three of three devices' noise is enough
+    assert result.bound is not None
+    result.check_bound()
+    assert result.classes is not None
+    assert result.classes < 0.5, "the sum's class shares are not a device's"
+    shown = view(result)
+    assert shown.facts["sums"] == [3]
+    said = " ".join(str(line) for line in tables(shown))
+    assert "The server has the sum of 3 devices, and sees no single device's part" in said
+    assert f"linked for the sum: {result.worst.linked:.3f}" in said
+    assert "not yet reviewed by a cryptographer" in said
+
+
+def test_a_sum_without_noise_is_attacked_as_class_statistics() -> None:
+    wanted = dataclasses.replace(small("classstats_summed"), devices=3)
+    recorded = record_run(wanted, split_public(wanted.data, wanted.rows, wanted.seed))
+    (summed,) = recorded.sums
+    labels = np.concatenate([rows.labels for rows in recorded.rows.values()])
+    assert summed.part.counts.max() <= np.bincount(labels).max(), "rows of small classes are left out"
+    result = report(wanted, split_public(wanted.data, wanted.rows, wanted.seed), recorded)
+    assert list(result.parts["sum of 3 devices"]) == ["means", "covariance", "means and covariance"]
+    assert result.bound is None
+    assert "The server has the sum of 3 devices" in " ".join(str(line) for line in tables(view(result)))
+
+
+def test_other_methods_have_no_sums() -> None:
+    result = audit(small("classstats"))
+    assert result.sums == ()
+    assert not any("the sum of" in str(line) for line in tables(view(result)))
 
 
 def test_an_attack_above_the_bound_is_an_error() -> None:

@@ -307,11 +307,7 @@ def test_json_has_a_row_for_every_method() -> None:
     rows = {name: all_rows[name] for name in METHODS}
     assert {name for name, row in rows.items() if row["labels_leave"]} == {"fedd2s", "feddkc"}
     measured = figures()["forms"]
-    assert rows.keys() - measured.keys() == {"classstats_secure", "classstats_summed"}
     for name, row in rows.items():
-        if name not in measured:
-            assert row["linked"] == "not measured"
-            continue
         result = [item["linked"] for item in measured[name]["attacks"] if item["attack"] is not None]
         assert row["linked"] == (max(result) if result else "none")
     assert {name for name, row in rows.items() if row["models"] == "different"} == {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -26,11 +27,12 @@ from fleetdistill.knowledge import (
     SampleKnowledge,
     SharedStatistics,
 )
+from fleetdistill.state.state_file import unpack_state
 from fleetdistill_lab.audit.knowledge import by_features, by_statistics, by_sums, class_shares
 from fleetdistill_lab.audit.linkage import Linkage, Scored, known_shares, linkage
 from fleetdistill_lab.audit.networks import by_discriminator, by_gradients, by_parameters
 from fleetdistill_lab.audit.public_set import PublicSet, split_public
-from fleetdistill_lab.audit.record import Attacker, Message, Part, Record, Rows, Scores
+from fleetdistill_lab.audit.record import Attacker, DeviceSum, Message, Part, Record, Rows, Scores, sums_of
 from fleetdistill_lab.simulation.checks import check_plan, check_settings
 from fleetdistill_lab.simulation.data.datasets import Dataset
 from fleetdistill_lab.simulation.links.links import run_over_memory
@@ -95,8 +97,9 @@ class AuditReport:
         decoys: Fewest decoys of an attacked row.
         parts: Results by part and attack; empty for a part that cannot be tested for single rows.
         classes: How well class shares are known, at most 1; None if nothing in the messages depends on them.
-        mu: Gaussian-DP parameter of the devices' answers; None if they are not private.
+        mu: Gaussian-DP parameter of the devices' answers, or of their secure sums; None if they are not private.
         smallest_batch: Fewest rows of a gradient that a device sent; None if no device sent one.
+        sums: Number of devices in each secure sum; empty if the method sums nothing securely.
     """
 
     method: str
@@ -110,6 +113,7 @@ class AuditReport:
     classes: float | None
     smallest_batch: int | None
     mu: float | None
+    sums: tuple[int, ...] = ()
 
     @property
     def worst(self) -> Linkage | None:
@@ -163,12 +167,18 @@ class Recorded:
         rows: Each device's rows, by its id.
         method: A new server half of the run.
         config: Configuration of the run.
+        sums: The secure sums that the server has at the end of the run.
     """
 
     record: Record
     rows: Mapping[str, Rows]
     method: ServerMethod
     config: RunConfig
+    sums: Sequence[DeviceSum] = ()
+
+    def known_of(self, device: str) -> list[Message]:
+        """Returns what the server has of a device: its messages, and the secure sum that contains it."""
+        return [*self.record.of(device), *(one.as_message() for one in self.sums if device in one.devices)]
 
 
 def audit(wanted: Audit) -> AuditReport:
@@ -195,12 +205,14 @@ def record_run(wanted: Audit, public: PublicSet) -> Recorded:
         split = deal(simulation, data)
         config = make_run_config(simulation, data, work)
         specs = make_specs(simulation, data, split, work)
-        run_over_memory(config, specs, work, lambda store: None, record.link).close()
+        with closing(run_over_memory(config, specs, work, lambda store: None, record.link)) as store:
+            state = unpack_state(store.blobs.get_state(store.runs.existing(config.run.name).checkpoint))
         rows = {
             spec.name: Rows(data.train_images[of], data.train_labels[of])
             for spec, of in zip(specs, split.indices, strict=True)
         }
-        return Recorded(record, rows, build_method(config), config)
+        sums = sums_of(state) if config.method_config().sums_securely else []
+        return Recorded(record, rows, build_method(config), config, sums)
 
 
 def simulation_of(wanted: Audit, fleet: Dataset) -> Simulation:
@@ -240,25 +252,29 @@ def report(wanted: Audit, public: PublicSet, recorded: Recorded) -> AuditReport:
         torch.cat([*(rows.inputs for rows in attacked.values()), public.decoys.inputs]),
         torch.cat([*(rows.labels for rows in attacked.values()), public.decoys.labels]),
     )
+    ends = np.cumsum([len(rows) for rows in attacked.values()])
+    own = dict(zip(attacked, np.split(np.arange(ends[-1]), ends[:-1]), strict=True))
+    summed = [one.as_message() for one in recorded.sums]
+    sources = [(recorded.record.of(device), rows) for device, rows in own.items()]
+    for one, message in zip(recorded.sums, summed, strict=True):
+        sources.append(([message], np.concatenate([own[device] for device in one.devices])))
     attacker, result = Attacker(recorded.method, public.attacker), dict[Part, list[Scored]]()
-    first = 0
-    for device, rows in attacked.items():
-        own = np.arange(first, first + len(rows))
-        first += len(rows)
-        for part, scores in attack(recorded.record.of(device), attacker, everything).items():
-            result.setdefault(part, []).extend(_score(scores, own, everything, len(public.decoys)))
+    for messages, members in sources:
+        for part, scores in attack(messages, attacker, everything).items():
+            result.setdefault(part, []).extend(_score(scores, members, everything, len(public.decoys)))
     return AuditReport(
         method=wanted.config.run.method,
         public_set=wanted.data.name,
         devices=wanted.devices,
         rounds=recorded.config.run.rounds,
         trained_rows=sum(len(rows) for rows in recorded.rows.values()),
-        attacked_rows=first,
-        decoys=int(public.decoys.labels.bincount()[everything.labels[:first]].min()),
-        parts=_by_part(result, recorded.record.messages),
+        attacked_rows=int(ends[-1]),
+        decoys=int(public.decoys.labels.bincount()[everything.labels[: ends[-1]]].min()),
+        parts=_by_part(result, [*recorded.record.messages, *summed]),
         classes=_classes(recorded),
         smallest_batch=smallest_batch(recorded.record.messages),
-        mu=max_mu(recorded.record.messages),
+        mu=max_mu(summed or recorded.record.messages),
+        sums=tuple(len(one.devices) for one in recorded.sums),
     )
 
 
@@ -286,7 +302,7 @@ def _by_part(found: Mapping[Part, Sequence[Scored]], messages: Sequence[Message]
 def _classes(recorded: Recorded) -> float | None:
     """Returns how well the devices' class shares are known."""
     classes = len(recorded.config.contract.class_names())
-    estimates = {device: class_shares(recorded.record.of(device), classes) for device in recorded.rows}
+    estimates = {device: class_shares(recorded.known_of(device), classes) for device in recorded.rows}
     known = {device: one for device, one in estimates.items() if one is not None}
     if not known:
         return None
@@ -318,11 +334,12 @@ def parts_sent(messages: Sequence[Message]) -> list[str]:
 
 
 def max_mu(messages: Sequence[Message]) -> float | None:
-    """Returns the largest Gaussian-DP parameter of a device's answers; None if an answer is not private."""
+    """Returns the largest Gaussian-DP parameter of answers or secure sums; None if one of them is not private."""
     answers = [message.sent for message in messages if message.sent]
     if not answers or not all(isinstance(part, ClassSums) for sent in answers for part in sent.values()):
         return None
-    return max(part.mu for sent in answers for part in sent.values() if isinstance(part, ClassSums))
+    mus = [part.mu for sent in answers for part in sent.values() if isinstance(part, ClassSums)]
+    return max(mus) if all(mus) else None
 
 
 def smallest_batch(messages: Sequence[Message]) -> int | None:

@@ -18,7 +18,10 @@ from fleetdistill.knowledge import (
     SampleKnowledge,
     SharedStatistics,
 )
+from fleetdistill.methods.classstats.shared_statistics import Moments, from_wire
 from fleetdistill.methods.classstats_private.sums import NoiseScale, unit_rows
+from fleetdistill.methods.classstats_private.sums import from_wire as sums_from_wire
+from fleetdistill.methods.classstats_secure.encoding import moments_of_sums
 from fleetdistill.training.local_training import extract
 from fleetdistill_lab.audit.networks import first_step
 from fleetdistill_lab.audit.record import Attacker, Message, Part, Rows, Scores
@@ -113,58 +116,88 @@ def _unit(rows_nf: Array) -> Array:
 
 
 def by_statistics(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> dict[Part, Scores]:
-    """Scores by class statistics, separately by their directions and by their means.
+    """Scores by class statistics, by their means, their covariance, both, and the directions of the covariance.
 
-    Rows lie in the span of the directions. A mean is likelier if the row is among those behind it.
+    Rows lie in the span of the directions. A mean is likelier if the row is among those behind it, and the covariance
+    has more of the row's products. The score of both is their sum, each in its standard deviations over the class.
     """
     scores: dict[Part, Scores] = {}
     for message in messages:
         for name, part in message.sent.items():
             if isinstance(part, SharedStatistics) and part.means is not None:
                 known = attacker.method.known_extractor(name, message.received)
-                scores |= {} if known is None else _statistics_scores(name, part, known, attacker, rows)
+                if known is not None:
+                    own, public = (features_of(known, item.inputs) for item in (rows, attacker.public))
+                    moments = PublicMoments(public, attacker.public.labels.numpy())
+                    found = _statistics_scores(from_wire(part), _directions(part), own, rows.labels.numpy(), moments)
+                    scores |= {(name, attack): one for attack, one in found.items()}
     return scores
 
 
 def _statistics_scores(
-    name: str, part: SharedStatistics, known: nn.Module, attacker: Attacker, rows: Rows
-) -> dict[Part, Scores]:
-    assert part.means is not None
-    assert part.counts is not None
-    own_nf, labels_n = features_of(known, rows.inputs), rows.labels.numpy()
-    public = PublicMoments(features_of(known, attacker.public.inputs), attacker.public.labels.numpy())
-    scores = {"means": np.zeros(len(rows)), "directions": np.zeros(len(rows))}
-    basis = _directions(part)
-    for place, label in enumerate(part.labels):
+    sent: Moments, basis_qf: Array, own_nf: Array, labels_n: Array, public: PublicMoments
+) -> dict[str, Scores]:
+    attacks = ("means", "covariance", "means and covariance", "directions")
+    scores = {attack: np.zeros(len(own_nf)) for attack in attacks}
+    for label, mean_f, count in zip(sent.labels, sent.means, sent.counts.tolist(), strict=True):
         of_class = labels_n == label
         if of_class.any() and label in public.means:
-            mean = part.means[place].astype(np.float64)
-            scores["means"][of_class] = public.leaning(own_nf[of_class], mean, label, float(part.counts[place]))
-            if len(basis):
-                scores["directions"][of_class] = public.nearness(own_nf[of_class], mean, basis, label)
-    return {(name, attack): found for attack, found in scores.items() if found.any()}
+            by_mean = public.leaning(own_nf[of_class], mean_f, label, count)
+            by_covariance = public.alignment(own_nf[of_class], mean_f, sent.covariance)
+            both = _in_deviations(by_mean) + _in_deviations(by_covariance)
+            scores["means"][of_class] = by_mean
+            scores["covariance"][of_class], scores["means and covariance"][of_class] = by_covariance, both
+            if len(basis_qf):
+                scores["directions"][of_class] = public.nearness(own_nf[of_class], mean_f, basis_qf, label)
+    return {attack: found for attack, found in scores.items() if found.any()}
+
+
+def _in_deviations(scores: Scores) -> Scores:
+    return np.asarray(scores / (scores.std() + _TINY))
 
 
 def by_sums(messages: Sequence[Message], attacker: Attacker, rows: Rows) -> dict[Part, Scores]:
-    """Scores by the means that noisy class sums give, of rows of length 1 as those of the sums."""
+    """Scores by class sums of one device, or of several by a secure sum; see `sums_scores`."""
     scores: dict[Part, Scores] = {}
     for message in messages:
         for name, part in message.sent.items():
             known = attacker.method.known_extractor(name, message.received) if isinstance(part, ClassSums) else None
             if isinstance(part, ClassSums) and known is not None:
-                own, public = (unit_rows(features_of(known, item.inputs)) for item in (rows, attacker.public))
-                moments = PublicMoments(public, attacker.public.labels.numpy())
-                scores[name, "sums"] = _sums_scores(part, own, rows.labels.numpy(), moments)
+                own, public = (features_of(known, item.inputs) for item in (rows, attacker.public))
+                found = sums_scores(part, own, rows.labels.numpy(), public, attacker.public.labels.numpy())
+                scores |= {(name, attack): one for attack, one in found.items()}
     return scores
 
 
-def _sums_scores(part: ClassSums, own_nf: Array, labels_n: Array, public: PublicMoments) -> Scores:
+def sums_scores(
+    part: ClassSums, own_nf: Array, labels_n: Array, public_mf: Array, public_labels_m: Array
+) -> dict[str, Scores]:
+    """Scores rows by class sums.
+
+    Noisy sums are attacked by the means that they give, of rows of length 1. Sums without noise give class statistics,
+    which are attacked as those of `by_statistics`, but for directions, which a sum of several devices does not have.
+
+    Args:
+        part: The sums; `mu` is 0 if they have no noise.
+        own_nf: Features of the candidates, `[n, F]`.
+        labels_n: Their classes, `[n]`.
+        public_mf: Features of the attacker's rows, `[m, F]`.
+        public_labels_m: Their classes, `[m]`.
+
+    Returns:
+        Scores by the name of the attack.
+    """
+    if part.mu == 0:
+        moments = moments_of_sums(sums_from_wire(part))
+        public = PublicMoments(public_mf, public_labels_m)
+        return _statistics_scores(moments, np.zeros((0, 0)), own_nf, labels_n, public)
+    public, own_nf = PublicMoments(unit_rows(public_mf), public_labels_m), unit_rows(own_nf)
     scores, variance = np.zeros(len(own_nf)), NoiseScale.of(float(part.mu)).sums ** 2
     for label in public.means:
         of_class, count = labels_n == label, max(float(part.counts[label]), 1.0)
         mean = part.sums[label].astype(np.float64) / count
         scores[of_class] = public.leaning(own_nf[of_class], mean, label, count, variance / count)
-    return scores
+    return {"sums": scores}
 
 
 class PublicMoments:
@@ -184,6 +217,8 @@ class PublicMoments:
         covariance = within.T @ within / max(len(within) - len(self.means), 1)
         self.pooled = _shrunk(covariance, _best_shrinkage(within))
         self._axes = np.linalg.svd(within, full_matrices=False)[2]
+        variances, vectors = np.linalg.eigh(self.pooled)
+        self._whitening = vectors / np.sqrt(variances)
 
     def leaning(self, rows_nf: Array, mean_f: Array, label: int, count: float, noise: float = 0.0) -> Scores:
         """Returns the log-likelihood ratio of a sent class mean with and without each row among those behind it.
@@ -201,6 +236,23 @@ class PublicMoments:
         away_nf = rows_nf - self.means[label]
         white_nf = np.linalg.solve(self.covariance(label) + noise * np.eye(len(mean_f)), away_nf.T).T
         return np.asarray(white_nf @ (mean_f - self.means[label]) - (white_nf * away_nf).sum(axis=1) / (2 * count))
+
+    def alignment(self, rows_nf: Array, mean_f: Array, covariance_ff: Array) -> Scores:
+        """Returns how far a sent covariance is aligned with each row, in coordinates z in which public rows are white.
+
+        A row among the n behind it adds z z' / n to it. The score is z' S z / |z|² without the diagonal of S, because
+        the variances depend more on how the covariance was limited than on any row.
+
+        Args:
+            rows_nf: Candidates of a class, `[n, F]`.
+            mean_f: The class's sent mean, `[F]`.
+            covariance_ff: The sent covariance within classes, `[F, F]`.
+        """
+        white_nf = (rows_nf - mean_f) @ self._whitening
+        white_ff = self._whitening.T @ covariance_ff @ self._whitening
+        np.fill_diagonal(white_ff, 0)
+        squares_n = np.square(white_nf).sum(axis=1)
+        return np.asarray(((white_nf @ white_ff) * white_nf).sum(axis=1) / np.maximum(squares_n, _TINY))
 
     def covariance(self, label: int) -> Array:
         """Returns the covariance of a class, `[F, F]`, with `pooled` counted as F rows of the class."""

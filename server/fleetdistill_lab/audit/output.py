@@ -37,7 +37,7 @@ def tables(shown: View) -> list[Table | str]:
         table.add_row(row["part"], *_cells(row))
     classes = NOTHING if facts["classes"] is None else f"{facts['classes']:.2f}"
     pictures = [_pictures(shown.lists["pictures"])] if "pictures" in shown.lists else []
-    return [table, *pictures, f"classes: {classes}", *_bound(facts), *_warnings(facts), _meaning(facts)]
+    return [table, *pictures, f"classes: {classes}", *_sums(facts), *_bound(facts), *_warnings(facts), _meaning(facts)]
 
 
 def view(report: AuditReport, pictures: Sequence[Pictures] | None = None) -> View:
@@ -50,7 +50,7 @@ def view(report: AuditReport, pictures: Sequence[Pictures] | None = None) -> Vie
         name: getattr(report, name)
         for name in ("method", "public_set", "devices", "rounds", "trained_rows", "attacked_rows", "decoys", "classes")
     }
-    facts["smallest_batch"] = report.smallest_batch
+    facts |= {"smallest_batch": report.smallest_batch, "sums": list(report.sums)}
     worst = report.worst
     facts |= {"linked": None if worst is None else worst.linked, "bound": report.bound, "chance": report.chance}
     lists = {"parts": parts}
@@ -94,6 +94,19 @@ def _pictures(rows: Sequence[dict[str, Any]]) -> Table | str:
         figures = [f"{row['ssim']:.2f}", f"{row['psnr']:.1f}", f"{row['reidentified']:.2f}"]
         table.add_row(row["part"], row["source"], str(row["pictures"]), *figures)
     return table
+
+
+def _sums(facts: dict[str, Any]) -> list[str]:
+    """Returns a line about what the server has of devices that sum securely."""
+    if not facts["sums"]:
+        return []
+    sizes = " and of ".join(f"{size} devices" for size in facts["sums"])
+    worst = NOTHING if facts["linked"] is None else f"{facts['linked']:.3f}"
+    return [
+        f"The server has the sum of {sizes}, and sees no single device's part, which this audit does not attack; "
+        f"linked for the sum: {worst}. Secure sums are not yet reviewed by a cryptographer: an error in them could "
+        "show the server a part."
+    ]
 
 
 def _bound(facts: dict[str, Any]) -> list[str]:

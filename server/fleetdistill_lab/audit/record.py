@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fleetdistill.knowledge import Kind, Parts
+from fleetdistill.knowledge import ClassSums, Kind, Parts
 from fleetdistill.link.base import Link
 from fleetdistill.wire.codec import decode
 from fleetdistill.wire.digests import identity
@@ -48,6 +48,37 @@ class Message:
     seed: int
     received: Parts
     sent: Parts
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSum:
+    """A secure sum of devices' class statistics, which is all that the server has of any of them.
+
+    Attributes:
+        devices: Ids of the devices in the sum.
+        part: Counts, sums and second moment of all their rows; `mu` is that of the sum's noise, 0 without noise.
+    """
+
+    devices: tuple[str, ...]
+    part: ClassSums
+
+    def as_message(self) -> Message:
+        """Returns the sum as a message of all its devices together, for attacks on messages."""
+        name = f"sum of {len(self.devices)} devices"
+        return Message(device=name, round=0, step="sum", seed=0, received={}, sent={name: self.part})
+
+
+def sums_of(state: Mapping[str, Any]) -> list[DeviceSum]:
+    """Returns the secure sums in the state of a `SumServer`: its parts, and the devices in each of them."""
+    members: dict[str, list[str]] = {}
+    for device, name in sorted(state["members"].items()):
+        members.setdefault(name, []).append(device)
+    result = []
+    for name, devices in members.items():
+        part, _ = state["parts"][name]
+        arrays = {item: part[item].numpy() for item in ("counts", "sums", "second_moment")}
+        result.append(DeviceSum(tuple(devices), ClassSums(**arrays, mu=part["mu"], discrete=part["discrete"])))
+    return result
 
 
 @dataclass

@@ -15,6 +15,8 @@ from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, SharedStatistics
 from fleetdistill.knowledge.statistics import MIN_ROWS_PER_DIRECTION
 
+__all__ = ["Moments", "from_wire"]
+
 _MAX_COUNT = 2**31 - 1
 _MAX_STEP = 127
 

@@ -17,7 +17,15 @@ from fleetdistill.methods.classstats_private.sums import RowSums, unit_rows
 from fleetdistill.methods.classstats_secure.noise import local_variances, noise_bound
 from fleetdistill.secure.session import PRIVATE, Parameters
 
-__all__ = ["decode", "exact_numbers", "limited_numbers", "rows_in_steps", "unit_rows_on_grid", "width_for"]
+__all__ = [
+    "decode",
+    "exact_numbers",
+    "limited_numbers",
+    "moments_of_sums",
+    "rows_in_steps",
+    "unit_rows_on_grid",
+    "width_for",
+]
 
 _EXACT = 2**53
 """Whole numbers below it are exact in float64, whose matrix products are fast."""
