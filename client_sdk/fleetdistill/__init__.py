@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from fleetdistill.device.budgets import Budgets
     from fleetdistill.device.device import Device
     from fleetdistill.device.eligibility import Eligibility
+    from fleetdistill.device.endorsing import Signer
     from fleetdistill.device.events import Event, Step
     from fleetdistill.device.options import Runtime, Server
-    from fleetdistill.device.secure import SecureTerms, Signer
+    from fleetdistill.device.secure import SecureTerms
     from fleetdistill.errors import FleetDistillError
     from fleetdistill.link.abilities import Abilities
     from fleetdistill.models.torch_model import TorchModel
@@ -62,7 +63,7 @@ _WHERE = {
     "Runtime": "fleetdistill.device.options",
     "SecureTerms": "fleetdistill.device.secure",
     "Server": "fleetdistill.device.options",
-    "Signer": "fleetdistill.device.secure",
+    "Signer": "fleetdistill.device.endorsing",
     "Splits": "fleetdistill.data.splits",
     "Step": "fleetdistill.device.events",
     "TorchModel": "fleetdistill.models.torch_model",

@@ -8,13 +8,16 @@ import json
 import os
 import re
 import shutil
+import time
 
 import numpy as np
 import pytest
 from support.secure_fleet import SecureFleet, signer_of
+from support.secured import device_credentials, save_credentials
 
 from fleetdistill import SecureTerms, Signer
-from fleetdistill.device.secure import FORGET_AFTER_SECONDS, check_secure
+from fleetdistill.device.events import DeviceLock, Events
+from fleetdistill.device.secure import FORGET_AFTER_SECONDS, SecureSums, check_secure
 from fleetdistill.errors import (
     ConfigurationError,
     PrivacyBudgetError,
@@ -27,6 +30,7 @@ from fleetdistill.knowledge import Plan, PrivateRows, SecureMessage
 from fleetdistill.methods import config_class, config_to_plan
 from fleetdistill.methods.base import Answer, Ask
 from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK
+from fleetdistill.secure.certificate import certify
 from fleetdistill.secure.member import endorse
 from fleetdistill.secure.primitives import lift, verification_key
 from fleetdistill.secure.session import Roster, pack_members
@@ -36,11 +40,17 @@ from fleetdistill.state.secure_sessions import SecureSessions
 from fleetdistill.wire.codec import encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.methods.secure.secure_sum import SecureSum
+from fleetdistill_server.security.pki import Authority, make_authority
 
 SUMMED = "classstats_summed"
 METHODS = pytest.mark.parametrize("method", ["classstats_secure", SUMMED])
-BOTH = pytest.mark.parametrize("keys", ["unsigned", "roster"])
-STEPS = {"unsigned": (KEYS, SHARES, INPUT, UNMASK), "roster": (KEYS, SHARES, INPUT, CHECK, UNMASK)}
+STEPS = {
+    "unsigned": (KEYS, SHARES, INPUT, UNMASK),
+    "certificates": (KEYS, SHARES, INPUT, CHECK, UNMASK),
+    "roster": (KEYS, SHARES, INPUT, CHECK, UNMASK),
+}
+EVERY = pytest.mark.parametrize("keys", list(STEPS))
+SIGNED = pytest.mark.parametrize("keys", ["certificates", "roster"])
 
 
 def signed(fleet: SecureFleet, result: SecureSum) -> np.ndarray:
@@ -50,7 +60,7 @@ def signed(fleet: SecureFleet, result: SecureSum) -> np.ndarray:
 # --- drop-outs and lost messages
 
 
-@BOTH
+@EVERY
 @METHODS
 @pytest.mark.parametrize("step", ["nothing", KEYS, SHARES, INPUT, CHECK, UNMASK])
 def test_a_device_may_vanish_at_every_step(tmp_path, keys, method, step):
@@ -63,7 +73,7 @@ def test_a_device_may_vanish_at_every_step(tmp_path, keys, method, step):
     assert not fleet.opened(result.sid)
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("step", [KEYS, SHARES, INPUT, UNMASK])
 def test_no_sum_and_nothing_open_if_too_many_vanish(tmp_path, keys, step):
     fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
@@ -196,7 +206,7 @@ def test_two_rosters_end_in_refusals(tmp_path):
     """The server shows one device another key of a second device, as it must to read its boxes."""
     own = SecureFleet(tmp_path / "other", 5)
     own.sum()
-    for keys, refusal in (("unsigned", (SHARES, "device-0")), ("roster", (SHARES, "device-0"))):
+    for keys, refusal in dict.fromkeys(STEPS, (SHARES, "device-0")).items():
         fleet = SecureFleet(tmp_path / keys, 5, keys=keys, min_in_sum=4)
 
         def forge(step, name, message):
@@ -246,15 +256,19 @@ def flipped(data):
     [
         (lambda entries: entries[:-1], "own keys|digest|only 4"),
         (lambda entries: entries[::-1], "numbered"),
-        (lambda entries: [*entries[:-1], dataclasses.replace(entries[-1], endorsement=bytes(64))], "endorsed"),
+        (
+            lambda entries: [*entries[:-1], dataclasses.replace(entries[-1], endorsement=bytes(64))],
+            "endorsed|certificate of device 'device-4' cannot be used: it cannot be read",
+        ),
         (
             lambda entries: [*entries[:-1], dataclasses.replace(entries[-1], keys=flipped(entries[-1].keys))],
             "own keys|digest",
         ),
     ],
 )
-def test_a_changed_list_of_devices_is_refused_by_all(tmp_path, change, says):
-    fleet = SecureFleet(tmp_path, 5, keys="roster", min_in_sum=5)
+@SIGNED
+def test_a_changed_list_of_devices_is_refused_by_all(tmp_path, change, says, keys):
+    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=5)
 
     def forge(step, name, message):
         return dataclasses.replace(message, entries=change(message.entries)) if step == SHARES else message
@@ -282,9 +296,110 @@ def test_a_server_cannot_invent_devices_without_roster_key(tmp_path):
     assert set(fleet.refused.values()) == {"the key of device 'device-4' is not endorsed by the roster's key"}
 
 
-def test_two_lists_of_survivors_unmask_nothing_with_signatures(tmp_path):
+def endorsed_by(fleet, name, directory=None, **issued):
+    """An endorsement of the key that a device has sent, by a certificate of the fleet's CA or of another one."""
+    authority = Authority(fleet.files(".").directory / "pki") if directory is None else make_authority(directory)
+    own = device_credentials(authority, issued.pop("names", name), **issued)
+    return certify(own.key, own.chain, fleet.entries[fleet.names.index(name)][100:132])
+
+
+@pytest.mark.parametrize(
+    ("forge", "says"),
+    [
+        (lambda fleet, own, tmp_path: endorsed_by(fleet, "device-4"), None),
+        (lambda fleet, own, tmp_path: endorsed_by(fleet, "device-4", tmp_path / "x"), "it is not from a CA that"),
+        (
+            lambda fleet, own, tmp_path: endorsed_by(fleet, "device-4", names="device-3"),
+            "it is of fleetdistill:device:",
+        ),
+        (lambda fleet, own, tmp_path: endorsed_by(fleet, "device-3", names="device-4"), "has not signed the device's"),
+        (lambda fleet, own, tmp_path: own[:-9], "it cannot be read"),
+        (lambda fleet, own, tmp_path: own + bytes(2000), "bytes, at most 2048 are allowed"),
+        (lambda fleet, own, tmp_path: b"", "it cannot be read"),
+    ],
+)
+def test_every_device_refuses_a_wrong_certificate(tmp_path, forge, says):
+    """The server or a device shows another endorsement of device-4's key; only the CA can make one that fits."""
+    fleet = SecureFleet(tmp_path / "d", 5, keys="certificates", min_in_sum=4)
+
+    def change(step, name, message):
+        if step != SHARES:
+            return message
+        wrong = dataclasses.replace(
+            message.entries[-1], endorsement=forge(fleet, message.entries[-1].endorsement, tmp_path / name)
+        )
+        return dataclasses.replace(message, entries=[*message.entries[:-1], wrong])
+
+    if says is None:
+        assert len(fleet.sum(down=change).devices) == 5
+        return
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(down=change)
+    assert len(fleet.refused) == 5
+    for text in fleet.refused.values():
+        assert text.startswith("the certificate of device 'device-4' cannot be used: ")
+        assert says in text
+
+
+@pytest.mark.parametrize(("days", "expired"), [(0, False), (2, True)])
+def test_a_device_with_an_expired_certificate_stays_out(tmp_path, days, expired):
+    """It notices itself, so that the others have their sum; a day after the end it may still take part."""
+    later = time.time() + days * 86_400
+    fleet = SecureFleet(tmp_path, 5, keys="certificates", min_in_sum=4, now=lambda: later)
+    save_credentials(tmp_path / "device-4", device_credentials(Authority(tmp_path / "pki"), "device-4", days=1e-5))
+    result = fleet.sum()
+    assert len(result.devices) == (4 if expired else 5)
+    assert list(fleet.refused) == ([(KEYS, "device-4")] if expired else [])
+    assert all("'device-4' cannot be used: it was valid until" in text for text in fleet.refused.values())
+    assert np.array_equal(signed(fleet, result), fleet.plain_sum(result.devices))
+
+
+@SIGNED
+def test_an_endorsement_for_another_id_is_not_sent(tmp_path, keys):
+    """Otherwise all others would refuse, and one device that is set up wrongly would prevent every sum."""
+    terms = SecureTerms(min_devices=3, signer=signer_of("device-9") if keys == "roster" else None)
+    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4, terms=terms)
+    if keys == "certificates":
+        for name in fleet.names:
+            save_credentials(tmp_path / name, device_credentials(Authority(tmp_path / "pki"), "device-9"))
+    with pytest.raises(QuorumNotReached):
+        fleet.sum()
+    says = {"certificates": "cannot be used: it is of fleetdistill:device:device-9", "roster": "is not endorsed by"}
+    assert list(fleet.refused) == [(KEYS, name) for name in fleet.names]
+    assert all(says[keys] in text for text in fleet.refused.values())
+
+
+def test_a_renewed_certificate_changes_no_answer(tmp_path):
+    """The endorsement is stored with the step: a repeated ask gets the same bytes, and the sum goes on."""
+    fleet = SecureFleet(tmp_path, 5, keys="certificates", min_in_sum=4)
+    sent = []
+
+    def renew(step, name, message):
+        if name == "device-0":
+            asked = {"session": message}
+            sent.append((step, fleet.answer(name, step, asked), asked))
+            save_credentials(tmp_path / name, device_credentials(Authority(tmp_path / "pki"), name))
+            again = fleet.answer(name, step, asked)
+            assert encode(again).sha256 == encode(sent[-1][1]).sha256
+        return message
+
+    result = fleet.sum(down=renew)
+    assert [step for step, *_ in sent] == list(STEPS["certificates"])
+    assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names))
+
+
+def test_each_sum_has_a_signing_key_of_its_own(tmp_path):
+    fleet = SecureFleet(tmp_path, 5, keys="certificates", min_in_sum=4, budget=PrivacyBudget(20.0, 1e-5))
+    fleet.sum()
+    first = {entry[100:132] for entry in fleet.entries}
+    fleet.sum(number=2)
+    assert len(first | {entry[100:132] for entry in fleet.entries}) == 10
+
+
+@SIGNED
+def test_two_lists_of_survivors_unmask_nothing_with_signatures(tmp_path, keys):
     """The server asks some devices for shares of device-4's own mask, and the others for those of its pair masks."""
-    fleet = SecureFleet(tmp_path, 5, keys="roster", min_in_sum=4)
+    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
 
     def forge(step, name, message):
         if step in (CHECK, UNMASK) and name in ("device-0", "device-1"):
@@ -296,8 +411,9 @@ def test_two_lists_of_survivors_unmask_nothing_with_signatures(tmp_path):
     assert not fleet.seen[UNMASK], "no device has given a share"
 
 
-def test_another_list_than_the_signed_one_unmasks_nothing(tmp_path):
-    fleet = SecureFleet(tmp_path, 5, keys="roster", min_in_sum=4)
+@SIGNED
+def test_another_list_than_the_signed_one_unmasks_nothing(tmp_path, keys):
+    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
 
     def forge(step, name, message):
         return dataclasses.replace(message, members=pack_members(range(4), 5)) if step == UNMASK else message
@@ -308,7 +424,7 @@ def test_another_list_than_the_signed_one_unmasks_nothing(tmp_path):
     assert {step for step, _ in fleet.refused} == {UNMASK}
 
 
-@BOTH
+@EVERY
 def test_both_kinds_of_share_are_never_given(tmp_path, keys):
     """After a sum, the server asks each device again, with one device fewer: conflict, and the session is destroyed."""
     fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
@@ -342,7 +458,7 @@ def test_lists_with_too_few_or_without_the_device_are_refused(tmp_path, step, me
     assert not fleet.opened(bytes(32)), "a list without one device is one that others must believe"
 
 
-@BOTH
+@EVERY
 def test_steps_go_forward_only(tmp_path, keys):
     """Before each step, device-0 is asked for every later one: it refuses, and the sum goes on."""
     fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
@@ -369,9 +485,10 @@ def test_a_second_sum_without_one_device_needs_budget(tmp_path):
     assert set(fleet.refused.values()) == {"privacy budget used up"}
 
 
-def test_a_second_sum_of_one_round_is_charged(tmp_path):
+@SIGNED
+def test_a_second_sum_of_one_round_is_charged(tmp_path, keys):
     """A server that lies asks for another sum in the same round, with another nonce: a budget of one sum refuses."""
-    fleet = SecureFleet(tmp_path, 5, keys="roster", min_in_sum=4)
+    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
     with pytest.raises(QuorumNotReached):
         fleet.sum(lost=[(CHECK, name) for name in fleet.names])
     message = SecureMessage(parameters=fleet.parameters().pack(), nonce=bytes([9]) * 32)
@@ -381,7 +498,7 @@ def test_a_second_sum_of_one_round_is_charged(tmp_path):
     assert fleet.frozen("device-0") is None
 
 
-@BOTH
+@EVERY
 def test_a_sum_in_which_nothing_was_sent_is_not_charged(tmp_path, keys):
     """Until its masked input leaves, nothing that depends on the device's rows has left it."""
     fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
@@ -433,7 +550,7 @@ def test_a_list_with_an_id_that_is_none_is_refused(tmp_path, name):
     assert {step for step, _ in fleet.refused} == {SHARES}
 
 
-@pytest.mark.parametrize(("keys", "spent"), [("unsigned", 1), ("roster", 2)])
+@pytest.mark.parametrize(("keys", "spent"), [("unsigned", 1), ("certificates", 2), ("roster", 2)])
 def test_a_short_sum_is_charged_again_unless_believed(tmp_path, keys, spent):
     """With unsigned keys a device believes the server that the first sum was short; with signed keys it does not.
 
@@ -459,7 +576,7 @@ def asked_again(fleet: SecureFleet, name: str, nonce: int = 9, number: int = 2) 
     fleet.answer(name, KEYS, {"session": message}, number)
 
 
-@BOTH
+@EVERY
 def test_without_noise_a_second_sum_of_a_run_is_refused(tmp_path, keys):
     """Differencing: a second sum over one device less would give that device's part."""
     fleet = SecureFleet(tmp_path, 5, method=SUMMED, keys=keys, min_in_sum=4)
@@ -624,7 +741,7 @@ CRASHES = [("classstats_secure", point) for point in POINTS] + [
 ]
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize(("method", "point"), CRASHES)
 def test_a_crash_at_every_failpoint_of_every_step(tmp_path, monkeypatch, keys, method, point):
     """A device that dies at a failpoint of a step answers the repeated ask, with one input for each session."""
@@ -668,7 +785,7 @@ def _crash_after_end(name: str) -> None:
         raise Crash
 
 
-@BOTH
+@EVERY
 def test_a_restored_directory_sends_the_same_bytes(tmp_path, keys):
     """A device restored from a backup, taken after any step, repeats every answer to the same asks."""
     fleet = SecureFleet(tmp_path / "d", 5, keys=keys)
@@ -699,12 +816,79 @@ def test_a_restored_directory_sends_the_same_bytes(tmp_path, keys):
 # --- consent
 
 
-def test_a_device_with_a_key_refuses_sums_without_signatures(tmp_path):
-    fleet = SecureFleet(tmp_path, 3)
-    fleet.terms = {"device-0": SecureTerms(min_devices=3, signer=signer_of("device-0"))}
+@pytest.mark.parametrize(
+    ("terms", "has", "takes_part"),
+    [
+        ({}, "nothing", {"unsigned"}),
+        ({}, "certificate", {"unsigned", "certificates"}),
+        ({"keys": "unsigned"}, "signer", {"unsigned", "roster"}),
+        ({"keys": "certificates"}, "certificate", {"certificates"}),
+        ({"keys": "certificates"}, "nothing", set()),
+        ({"keys": "certificates"}, "both", {"certificates", "roster"}),
+        ({}, "both", {"roster"}),
+        ({"keys": "roster"}, "both", {"roster"}),
+    ],
+)
+def test_terms_name_the_least_that_vouches_for_keys(tmp_path, terms, has, takes_part):
+    """A refusal comes before noise is drawn and before the budget is charged."""
+    signer = signer_of("device-0") if has in ("signer", "both") else None
+    for keys in STEPS:
+        fleet = SecureFleet(tmp_path / keys, 3, keys=keys)
+        shutil.rmtree(tmp_path / keys / "device-0")
+        (tmp_path / keys / "device-0").mkdir()
+        if has in ("certificate", "both"):
+            own = device_credentials(make_authority(tmp_path / keys / "own"), "device-0")
+            save_credentials(tmp_path / keys / "device-0", own)
+        given = SecureTerms(min_devices=3, signer=signer, **terms)
+        events = Events(DeviceLock(fleet.events.append), "device-0")
+        device = SecureSums(fleet.files("device-0"), "device-0", given, None, events)
+        message = SecureMessage(parameters=fleet.parameters().pack(), nonce=bytes(32))
+        ask = Ask(round=1, step=KEYS, seed=0, parts={"session": message})
+        answer = Answer(parts={"statistics": fleet.rows("device-0")}, samples=12)
+        if keys in takes_part:
+            assert device.answer(answer, ask, fleet.contract, fleet.config).parts["keys"]
+            continue
+        with pytest.raises(SumRefusedError, match=r"this device takes part in|this device has no|is not enrolled"):
+            device.answer(answer, ask, fleet.contract, fleet.config)
+        assert fleet.frozen("device-0") is None
+        assert not (tmp_path / keys / "device-0" / "privacy.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("terms", "keys", "says"),
+    [
+        (
+            {"signer": signer_of("device-0")},
+            "unsigned",
+            "this device takes part in sums with keys = 'roster', this one has 'unsigned'",
+        ),
+        (
+            {"keys": "certificates"},
+            "unsigned",
+            "this device takes part in sums with keys = 'certificates' or 'roster', this one has 'unsigned'",
+        ),
+        (
+            {"keys": "certificates"},
+            "roster",
+            "the sum needs keys of a roster, and this device has no SecureTerms(signer=...)",
+        ),
+    ],
+)
+def test_refused_keys_have_a_sentence(tmp_path, terms, keys, says):
+    fleet = SecureFleet(tmp_path, 3, keys=keys)
+    fleet.terms = {"device-0": SecureTerms(min_devices=3, **terms)}
     with pytest.raises(QuorumNotReached):
         fleet.sum()
-    assert fleet.refused == {(KEYS, "device-0"): "this device takes part in sums with signed keys only"}
+    assert fleet.refused == {(KEYS, "device-0"): says}
+
+
+def test_a_device_without_a_certificate_says_so(tmp_path):
+    fleet = SecureFleet(tmp_path, 3, keys="certificates")
+    shutil.rmtree(tmp_path / "device-0" / "tls")
+    with pytest.raises(QuorumNotReached):
+        fleet.sum()
+    text = "the sum needs certificates, and this device is not enrolled: it has none"
+    assert fleet.refused == {(KEYS, "device-0"): text}
 
 
 @pytest.mark.parametrize(
@@ -726,9 +910,10 @@ def test_a_signer_that_is_not_of_this_device_is_refused(tmp_path, changes):
 @pytest.mark.parametrize(
     ("settings", "terms", "says"),
     [
-        ({"keys": "roster"}, None, "the sum needs signed keys, and this device has no .*signer=.*pass one, or ask"),
-        ({"keys": "roster"}, SecureTerms(), "the sum needs signed keys"),
-        ({}, SecureTerms(signer=signer_of("a")), 'takes part in sums with signed keys only; ask .* keys = "roster"'),
+        ({"keys": "roster"}, None, r"the sum needs keys of a roster, and this device has no SecureTerms\(signer="),
+        ({"keys": "roster"}, SecureTerms(), "the sum needs keys of a roster"),
+        ({"keys": "certificates"}, SecureTerms(signer=signer_of("a")), "keys = 'roster', this one has 'certificates'"),
+        ({}, SecureTerms(signer=signer_of("a")), "sums with keys = 'roster', this one has 'unsigned'"),
         ({"min_in_sum": 4}, SecureTerms(min_devices=5), "at least 4 devices, SecureTerms require 5; .* min_in_sum, or"),
     ],
 )
@@ -750,6 +935,10 @@ def test_terms_are_checked_at_construction():
         Signer(key=bytes(32), endorsement=b"abc", roster_key=bytes(32))
     with pytest.raises(ConfigurationError, match="signer"):
         SecureTerms(signer="key")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="keys must be one of unsigned, certificates, roster, got 'ca'"):
+        SecureTerms(keys="ca")
+    with pytest.raises(ConfigurationError, match="keys is 'roster', which needs a signer"):
+        SecureTerms(keys="roster")
 
 
 def test_a_device_with_terms_refuses_other_runs():
@@ -769,7 +958,7 @@ def test_a_budget_below_the_sums_epsilon_is_kept(tmp_path):
         fleet.answer("device-0", KEYS, {"session": message})
 
 
-@BOTH
+@EVERY
 def test_crashes_around_a_new_sum_charge_once(tmp_path, monkeypatch, keys):
     """After a short sum, a device dies at each failpoint of the next one's first step, and of its masked input."""
     fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4, budget=PrivacyBudget(20.0, 1e-5))

@@ -153,7 +153,7 @@ def run_fleet(fleet: Fleet, blows_at: int = -1) -> int:
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", ["unsigned", "roster"])
+@pytest.mark.parametrize("keys", ["unsigned", "certificates", "roster"])
 def test_the_engine_may_die_at_every_step_of_a_sum(keys: str, tmp_path: Path) -> None:
     undisturbed = Fleet(keys, tmp_path / "undisturbed")
     steps = run_fleet(undisturbed)

@@ -67,6 +67,18 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
         assert store.history.figures("simulation", "replaced", "validation") == []
 
 
+@pytest.mark.parametrize("keys", ["certificates", "roster"])
+@pytest.mark.parametrize("link", ["memory", pytest.param("grpc", marks=[pytest.mark.slow, pytest.mark.long])])
+def test_simulated_devices_have_what_vouches_for_keys(tmp_path, link, keys):
+    settings = {**FLEET.settings, "keys": keys}
+    report = simulate(replace(FLEET, method="classstats_secure", settings=settings, link=link, out=tmp_path))
+    assert (report.mean_accuracy_fleet or 0.0) > 0.8
+    with closing(Store.open(tmp_path / "work" / "store")) as store:
+        (event,) = store.history.events("simulation", "secure-sum")
+    assert event.text.startswith("the sum of 3 devices is made in")
+    assert (tmp_path / "work" / "pki").exists() == (keys == "certificates")
+
+
 @pytest.mark.long
 def test_the_command_has_epsilon(tmp_path):
     words = "simulate --method classstats_private --devices 2 --model digits_linear --no-controls"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.secured import device_credentials, save_credentials
 
 from fleetdistill import Signer
 from fleetdistill.device.events import DeviceLock, Event, Events
@@ -19,6 +21,7 @@ from fleetdistill.errors import CannotAnswer, WireError
 from fleetdistill.knowledge import Parts, PrivateRows, SecureMessage
 from fleetdistill.methods import config_class
 from fleetdistill.methods.base import Answer, Ask
+from fleetdistill.methods.classstats_secure.config import CERTIFICATES, ROSTER
 from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, SHARES, UNMASK, statistics_digest
 from fleetdistill.secure.masks import Masks
 from fleetdistill.secure.member import endorse
@@ -32,10 +35,11 @@ from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.methods.cohort import DeviceAnswer, PayloadFor
 from fleetdistill_server.methods.secure.secure_sum import SecureSum, SumSession
+from fleetdistill_server.security.pki import make_authority
 from fleetdistill_server.testing import FakeCohort
 
 CLASSES, DIMENSIONS = 3, 8
-ROSTER = bytes(range(32))
+ROSTER_SECRET = bytes(range(32))
 Tamper = Callable[[str, str, SecureMessage], SecureMessage]
 """Returns what arrives in place of a message, of a step, to or from a device."""
 
@@ -50,9 +54,12 @@ class SecureFleet:
     Args:
         directory: Folder of the state directories.
         devices: Number of devices, `device-0` and so on.
-        terms: Terms of the devices; signers are added if the sum has signed keys.
+        terms: Terms of the devices; signers are added if the sum has a roster. With certificates, the devices have some
+            of the CA in `directory`/pki.
         budget: Privacy budget of the devices.
         method: classstats_secure or classstats_summed.
+        signers: Whether signers are added.
+        now: Clock of the devices, Unix seconds.
         settings: Of the method.
 
     Attributes:
@@ -71,6 +78,8 @@ class SecureFleet:
         terms: SecureTerms = ANY_TERMS,
         budget: PrivacyBudget | None = None,
         method: str = "classstats_secure",
+        signers: bool = True,
+        now: Callable[[], float] = time.time,
         **settings: Any,
     ) -> None:
         own = {"epsilon": 5.0} if method == "classstats_secure" else {"min_samples": 2, "rows_per_direction": 3}
@@ -87,15 +96,20 @@ class SecureFleet:
         self.terms: dict[str, SecureTerms] = {}
         self.sid = b""
         self._directory, self._terms, self._budget = directory, terms, budget
+        self._signers, self._now = signers, now
         for name in self.names:
             (directory / name).mkdir(parents=True, exist_ok=True)
+        if self.config.keys == CERTIFICATES:
+            authority = make_authority(directory / "pki")
+            for name in self.names:
+                save_credentials(directory / name, device_credentials(authority, name))
 
     def device(self, name: str) -> SecureSums:
         """A device that has just been started, with nothing but its state directory."""
-        signer = signer_of(name) if self.config.signs_keys else None
+        signer = signer_of(name) if self._signers and self.config.keys == ROSTER else None
         events = Events(DeviceLock(self.events.append), name)
         terms = self.terms.get(name) or replace(self._terms, signer=signer)
-        return SecureSums(self.files(name), name, terms, self._budget, events)
+        return SecureSums(self.files(name), name, terms, self._budget, events, self._now)
 
     def files(self, name: str) -> Files:
         return Files(self._directory / name)
@@ -212,8 +226,8 @@ class SecureFleet:
 
 def signer_of(name: str) -> Signer:
     key = hashlib.sha256(name.encode()).digest()
-    endorsement = endorse(ROSTER, name, verification_key(key))
-    return Signer(key=key, endorsement=endorsement, roster_key=verification_key(ROSTER))
+    endorsement = endorse(ROSTER_SECRET, name, verification_key(key))
+    return Signer(key=key, endorsement=endorsement, roster_key=verification_key(ROSTER_SECRET))
 
 
 def _reconstruct(held: Mapping[int, bytes], needed: int) -> bytes | None:

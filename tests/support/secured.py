@@ -21,7 +21,7 @@ from support.live_front import write_server_config
 from support.processes import PATIENCE_SECONDS
 
 from fleetdistill.link import x509 as device_x509
-from fleetdistill.link.credentials import Credentials, load_credentials, split
+from fleetdistill.link.credentials import AUTHORITIES, DEVICE_FOLDER, IDENTITY, Credentials, load_credentials, split
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
@@ -54,6 +54,14 @@ def person_credentials(authority: Authority, role: Role, name: str, days: float 
     folder = authority.directory / f"{role}-{name}"
     authority.issue_person(role, name, days, folder)
     return load_credentials(folder)
+
+
+def save_credentials(state_dir: Path, credentials: Credentials) -> None:
+    """What enrolment leaves in a device's state directory."""
+    folder = state_dir / DEVICE_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / IDENTITY).write_bytes(credentials.key + credentials.chain)
+    (folder / AUTHORITIES).write_bytes(credentials.authorities)
 
 
 def forged(credentials: Credentials, uri: str) -> Credentials:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fleetdistill.checked import check_type
+from fleetdistill.device.endorsing import Endorsing, Signer, endorsing_of
 from fleetdistill.device.events import Events
 from fleetdistill.errors import ConfigurationError, PeerError, PrivacyBudgetError, SumRefusedError, WireError
 from fleetdistill.names import is_name
@@ -31,43 +32,15 @@ if TYPE_CHECKING:
     from fleetdistill.secure.session import Parameters
     from fleetdistill.wire.v1 import contract_pb2
 
-__all__ = ["ANY_TERMS", "SecureSums", "SecureTerms", "Signer"]
+__all__ = ["ANY_TERMS", "SecureSums", "SecureTerms"]
 
 FORGET_AFTER_SECONDS = 7 * 86_400.0
 """A sum that has not ended by then is forgotten: its root and its input are erased."""
 _MAX_CLIPPED = 0.01
 """Largest share of a device's numbers that may be clipped without an event."""
-_NO_SIGNER = "the sum needs signed keys, and this device has no SecureTerms(signer=...)"
-_SIGNED_ONLY = "this device takes part in sums with signed keys only"
-_KEY_BYTES, _SIGNATURE_BYTES = 32, 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class Signer:
-    """The device's signing key, and who vouches for it.
-
-    `fleetdistill.secure.member.endorse` makes an endorsement, where devices are provisioned.
-
-    Attributes:
-        key: Secret Ed25519 key of the device, 32 bytes; the app keeps it as its other secrets.
-        endorsement: Signature of the roster's key over the device's id and public key, 64 bytes.
-        roster_key: Public Ed25519 key of the roster, 32 bytes, which the app is built with. Its secret half must not be
-            the server's: whoever has it can invent devices.
-
-    Raises:
-        ConfigurationError: A value has the wrong type or length.
-    """
-
-    key: bytes
-    endorsement: bytes
-    roster_key: bytes
-
-    def __post_init__(self) -> None:
-        for name, size in {"key": _KEY_BYTES, "endorsement": _SIGNATURE_BYTES, "roster_key": _KEY_BYTES}.items():
-            value = getattr(self, name)
-            check_type(name, value, bytes, f"{size} bytes")
-            if len(value) != size:
-                raise ConfigurationError(f"{name} has {len(value)} bytes, expected {size}")
+_NONCE_BYTES = 32
+_KEYS = ("unsigned", "certificates", "roster")
+"""Who may vouch for keys, each protecting against more than the one before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +52,10 @@ class SecureTerms:
     Attributes:
         min_devices: Fewest devices in a sum, at least 3.
         colluders: Fewest devices that the sum must allow to send no noise or to work with the server, at least 0.
-        signer: The device's key. With it the device takes part only in sums whose devices have all signed, and in which
-            the server cannot invent devices; without it, in sums that trust the server's word.
+        signer: The device's key on a roster, for sums with keys `roster`, in which the server cannot invent devices.
+        keys: The least that must vouch for the devices' keys: `unsigned`, the server's word; `certificates`, the
+            certificates of the run's CA; or `roster`. None: `roster` with a signer, else `unsigned`. The device takes
+            part in sums with this or more, if it has what they need: a certificate, or a signer.
         without_noise: Whether the device also takes part in sums without noise, of classstats_summed: they hide its
             part, but the sum has no privacy guarantee for a row.
 
@@ -91,6 +66,7 @@ class SecureTerms:
     min_devices: int = 4
     colluders: int = 0
     signer: Signer | None = None
+    keys: str | None = None
     without_noise: bool = False
 
     def __post_init__(self) -> None:
@@ -101,6 +77,16 @@ class SecureTerms:
         if self.signer is not None:
             check_type("signer", self.signer, Signer, "a fleetdistill.Signer")
         check_type("without_noise", self.without_noise, bool, "true or false")
+        if self.keys is not None and self.keys not in _KEYS:
+            raise ConfigurationError(f"keys must be one of {', '.join(_KEYS)}, got {self.keys!r}")
+        if self.keys == _KEYS[-1] and self.signer is None:
+            raise ConfigurationError("keys is 'roster', which needs a signer: SecureTerms(signer=...)")
+
+    @property
+    def accepted_keys(self) -> tuple[str, ...]:
+        """The values of the run's setting `keys` that satisfy `keys`, from the least on."""
+        least = self.keys or _KEYS[0 if self.signer is None else -1]
+        return _KEYS[_KEYS.index(least) :]
 
 
 ANY_TERMS = SecureTerms(min_devices=3, without_noise=True)
@@ -130,10 +116,8 @@ def check_secure(contract: contract_pb2.Contract, terms: SecureTerms | None) -> 
 
 def _reason_against(config: SumSettings, terms: SecureTerms) -> str:
     """Returns why a device with these terms would refuse each sum of a run, with a remedy; empty if it would not."""
-    if config.signs_keys and terms.signer is None:
-        return f'{_NO_SIGNER}; pass one, or ask the operator for a run with keys = "unsigned"'
-    if terms.signer is not None and not config.signs_keys:
-        return f'{_SIGNED_ONLY}; ask the operator for keys = "roster", or leave the signer out'
+    if reason := _keys_refused(config.keys, terms):
+        return reason
     if config.guarantee is None and not terms.without_noise:
         return "its sums have no noise; ask the operator for method classstats_secure, or set without_noise"
     if 0 < config.min_in_sum < terms.min_devices:
@@ -141,6 +125,16 @@ def _reason_against(config: SumSettings, terms: SecureTerms) -> str:
             f"its sums have at least {config.min_in_sum} devices, SecureTerms require {terms.min_devices}; ask the "
             "operator for a larger min_in_sum, or lower min_devices"
         )
+    return ""
+
+
+def _keys_refused(keys: str, terms: SecureTerms) -> str:
+    """Returns why sums with these keys are refused; empty if they are not."""
+    if keys not in terms.accepted_keys:
+        accepted = " or ".join(map(repr, terms.accepted_keys))
+        return f"this device takes part in sums with keys = {accepted}, this one has {keys!r}"
+    if keys == _KEYS[-1] and terms.signer is None:
+        return "the sum needs keys of a roster, and this device has no SecureTerms(signer=...)"
     return ""
 
 
@@ -249,8 +243,8 @@ class SecureSums:
         """Returns the session of a sum; freezes its input if it is new."""
         from fleetdistill.secure.session import Parameters, session_id
 
-        if len(message.nonce) != _KEY_BYTES:
-            raise WireError(f"the nonce of a secure sum has {len(message.nonce)} bytes, expected {_KEY_BYTES}")
+        if len(message.nonce) != _NONCE_BYTES:
+            raise WireError(f"the nonce of a secure sum has {len(message.nonce)} bytes, expected {_NONCE_BYTES}")
         parameters = Parameters.unpack(message.parameters)
         self._check_terms(parameters, rows, config)
         sid = session_id(
@@ -290,10 +284,9 @@ class SecureSums:
             raise SumRefusedError(
                 f"the sum takes at most {parameters.max_rows} rows of one device; raise max_rows, or lower max_in_sum"
             )
-        if config.signs_keys and terms.signer is None:
-            raise SumRefusedError(_NO_SIGNER)
-        if terms.signer is not None and not config.signs_keys:
-            raise SumRefusedError(_SIGNED_ONLY)
+        if reason := _keys_refused(config.keys, terms):
+            raise SumRefusedError(reason)
+        self._endorsing(parameters)
 
     def _freeze(
         self, sid: bytes, parameters: Parameters, round: int, rows: PrivateRows, run: str, config: SumSettings
@@ -387,6 +380,9 @@ class SecureSums:
     def _most(self, wanted: Guarantee) -> PrivacyBudget:
         return self._budget or PrivacyBudget(wanted.epsilon, wanted.delta)
 
+    def _endorsing(self, parameters: Parameters) -> Endorsing | None:
+        return endorsing_of(parameters.keys, self._terms.signer, self._files, self._now)
+
     # --- later steps
 
     def _current(self, ask: Ask) -> SecureSession:
@@ -416,7 +412,7 @@ class SecureSums:
         """Returns the answer to a step, and the lists of its ask that later steps need."""
         from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK
 
-        part = _Part(session, steps, self._device, self._terms.signer)
+        part = _Part(session, steps, self._device, self._endorsing)
         makers = {
             KEYS: part.keys,
             SHARES: part.shares,
@@ -468,15 +464,22 @@ def _input_of(steps_nf: np.ndarray, rows: PrivateRows, parameters: Parameters, c
 class _Part:
     """A device's answers in one sum, functions of its session, of the earlier lists and of one message."""
 
-    def __init__(self, session: SecureSession, steps: Steps, device: str, signer: Signer | None) -> None:
+    def __init__(
+        self,
+        session: SecureSession,
+        steps: Steps,
+        device: str,
+        endorsing_of_sum: Callable[[Parameters], Endorsing | None],
+    ) -> None:
         from fleetdistill.secure.member import Member
         from fleetdistill.secure.primitives import from_bytes
         from fleetdistill.secure.session import Parameters
 
-        self._session, self._steps, self._device, self._signer = session, steps, device, signer
+        self._session, self._steps, self._device = session, steps, device
         self._parameters = Parameters.unpack(session.parameters)
         width = self._parameters.width
-        identity = None if signer is None else signer.key
+        self._endorsing = endorsing_of_sum(self._parameters)
+        identity = None if self._endorsing is None else self._endorsing.identity(session)
         self._member: Member = Member(
             session.root, from_bytes(session.numbers, width), session.sid, width, identity=identity
         )
@@ -486,9 +489,13 @@ class _Part:
         return self._steps.devices[index] if index < len(self._steps.devices) else str(index)
 
     def keys(self, message: SecureMessage) -> tuple[Mapping[str, SecureMessage], Mapping[str, Any]]:
-        """Step 1: public keys and the commitment."""
-        entry = self._member.keys_entry(self._device)
-        return _reply("keys", entry + (b"" if self._signer is None else self._signer.endorsement)), {}
+        """Step 1: public keys, the commitment and the endorsement, which a renewed certificate does not change."""
+        entry, endorsement = self._member.keys_entry(self._device), self._steps.endorsement
+        if self._endorsing is not None and not endorsement:
+            endorsement = self._endorsing.endorsement(entry[100:132])
+            # All others would refuse a wrong one, and there would be no sum.
+            self._endorsing.check(self._session.run, self._device, entry[100:132], endorsement)
+        return _reply("keys", entry + endorsement), {"endorsement": endorsement}
 
     def shares(self, message: SecureMessage) -> tuple[Mapping[str, SecureMessage], Mapping[str, Any]]:
         """Step 2: checks all devices' keys, and seals a pair of shares for each of them."""
@@ -508,19 +515,18 @@ class _Part:
         roster = Roster(self._session.sid, devices, entries)
         if roster.digest != message.roster:
             raise SumRefusedError("the digest of the server's list is wrong")
-        if self._signer is not None:
-            self._check_signed(message, self._signer)
+        if self._endorsing is not None:
+            self._check_signed(message, self._endorsing)
         self._steps = replace(self._steps, devices=devices, entries=entries, roster=roster.digest)
         boxes = self._member.boxes(self._index, self._others, roster.digest, self._threshold)
         lists = {"devices": devices, "entries": entries, "roster": roster.digest}
         return _reply("boxes", *(boxes[index] for index in sorted(boxes))), lists
 
-    def _check_signed(self, message: SecureMessage, signer: Signer) -> None:
-        from fleetdistill.secure.member import is_endorsed, verify_keys_entry
+    def _check_signed(self, message: SecureMessage, endorsing: Endorsing) -> None:
+        from fleetdistill.secure.member import verify_keys_entry
 
         for entry in message.entries:
-            if not is_endorsed(signer.roster_key, entry.device, entry.keys[100:132], entry.endorsement):
-                raise SumRefusedError(f"the key of device {entry.device!r} is not endorsed by the roster's key")
+            endorsing.check(self._session.run, entry.device, entry.keys[100:132], entry.endorsement)
             if not verify_keys_entry(entry.keys, self._session.sid, entry.device):
                 raise SumRefusedError(f"device {entry.device!r} has not signed its keys")
 
@@ -555,7 +561,7 @@ class _Part:
         from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT
 
         survivors = self._check_survivors(message)
-        if self._signer is not None:
+        if self._endorsing is not None:
             if message.members != self._steps.members[CHECK]:
                 raise SumRefusedError("the devices of the sum are not those that this device has signed")
             self._check_signatures(message, survivors)

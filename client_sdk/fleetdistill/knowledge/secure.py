@@ -14,12 +14,14 @@ from fleetdistill.wire.kind import Array, Kind, PartData, PartSchema, declared_s
 from fleetdistill.wire.schema import ROWS, UINT8, Shapes, Tensors, TensorSchema
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
-__all__ = ["BOX_BYTES", "KEYS_BYTES", "SHARE_BYTES", "SIGNATURE_BYTES", "SIGNED_KEYS_BYTES"]
+__all__ = ["BOX_BYTES", "KEYS_BYTES", "MAX_KEYS_BYTES", "SHARE_BYTES", "SIGNATURE_BYTES", "SIGNED_KEYS_BYTES"]
 
 KEYS_BYTES = 100
 """Size of a device's keys."""
 SIGNED_KEYS_BYTES = 260
-"""Size of a device's keys with its Ed25519 key, signature and endorsement."""
+"""Size of a device's keys with its Ed25519 key, signature and an endorsement of 64 bytes."""
+MAX_KEYS_BYTES = SIGNED_KEYS_BYTES + 2048
+"""Largest size of the same with a certificate at the end, whose size differs by device."""
 BOX_BYTES = 80
 SHARE_BYTES = 32
 SIGNATURE_BYTES = 64
@@ -33,7 +35,8 @@ class SecureEntry:
         index: Index of the device in the sum.
         device: Id of the device; empty in the last step.
         keys: 100 or 196 bytes; empty in the last step.
-        endorsement: 64 bytes with signed keys, else empty.
+        endorsement: 64 bytes with signed keys, and a certificate of at most 2,048 bytes if certificates vouch for them;
+            else empty.
         signature: 64 bytes in the last step with signed keys, else empty.
     """
 
@@ -56,7 +59,7 @@ class SecureMessage(Kind):
         entries: The devices of the sum.
         roster: Digest of all entries, 32 bytes.
         members: Bitmap of the devices of this step.
-        keys: `[100]` or `[260]` uint8.
+        keys: `[100]` or `[260]` uint8; `[261 to 2308]` with a certificate.
         boxes: `[k, 80]` uint8.
         numbers: `[numbers * width]` uint8.
         signature: `[64]` uint8.
@@ -86,8 +89,8 @@ class SecureMessage(Kind):
 
         Args:
             name: Name of the part and of its tensor.
-            shape: Shape of the tensor; of `boxes` and `shares` for a number of devices.
-            most: Largest number of rows of `boxes` and `shares`.
+            shape: Shape of the tensor; of `boxes` and `shares` for a number of devices, of `keys` for some certificate.
+            most: Largest size of the first axis, if it differs by device or sum.
             features: Feature column that the numbers are computed from, if the run's models have it.
         """
         return PartSchema(
@@ -108,23 +111,31 @@ class SecureMessage(Kind):
         shape = declared_shapes(part, contract).get(part.name)
         if shape is None:
             raise RefusedError(Code.BAD_MESSAGE, f"part {part.name!r} is not one of the run's secure sums")
-        return {part.name: TensorSchema((UINT8,), (ROWS, *shape[1:]) if len(shape) > 1 else shape)}
+        return {part.name: TensorSchema((UINT8,), (ROWS, *shape[1:]) if _varies(part.name, shape) else shape)}
 
     @classmethod
     def check_data(
         cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, data: PartData, samples: int | None
     ) -> None:
-        """See `Kind.check_data`: bounds the number of boxes and shares, and checks what holds for every share."""
+        """See `Kind.check_data`: bounds the sizes that the contract does not fix, and checks every share."""
         shape = declared_shapes(part, contract)[part.name]
-        if len(shape) == 1:
+        if not _varies(part.name, shape):
             return
         rows = data.array(part.name)
         if len(rows) > shape[0]:
-            text = f"part {part.name!r} has {len(rows)} rows, a sum of this run has at most {shape[0]} devices"
+            text = f"part {part.name!r} has {len(rows)} rows, in a sum of this run there are at most {shape[0]}"
+            raise RefusedError(Code.BAD_TENSOR, text)
+        if part.name == "keys" and len(rows) <= SIGNED_KEYS_BYTES:
+            text = f"part 'keys' has {len(rows)} bytes, with a certificate there are more than {SIGNED_KEYS_BYTES}"
             raise RefusedError(Code.BAD_TENSOR, text)
         if part.name == "shares" and (wrong := _outside_field(rows)).any():
             text = f"part {part.name!r}, row {int(wrong.argmax())}: a share must be a number below 2^255 - 19"
             raise RefusedError(Code.BAD_VALUE, text)
+
+
+def _varies(name: str, shape: tuple[int, ...]) -> bool:
+    """Returns whether a declared shape is the largest: of a row for each device, or of keys with a certificate."""
+    return len(shape) > 1 or (name == "keys" and shape[0] > SIGNED_KEYS_BYTES)
 
 
 def _outside_field(shares: Array) -> Array:

@@ -20,7 +20,7 @@ from fleetdistill.errors import ConfigurationError, in_words
 from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import rename_durably
 
-__all__ = ["AUTHORITIES", "write_private"]
+__all__ = ["AUTHORITIES", "DEVICE_FOLDER", "IDENTITY", "write_private"]
 
 IDENTITY = "identity.pem"
 AUTHORITIES = "ca.pem"

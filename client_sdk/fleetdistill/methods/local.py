@@ -109,11 +109,6 @@ class LocalTraining:
         """Whether the server learns neither how many rows a device has nor any figure of one device."""
         return self.guarantee is not None or self.sums_securely
 
-    @property
-    def signs_keys(self) -> bool:
-        """Whether the devices of a secure sum sign their keys."""
-        return False
-
     def device_mu(self, devices: int) -> float:
         """Returns the Gaussian-DP parameter that one device's private statistics have in a merge of so many devices."""
         raise NotImplementedError

@@ -67,6 +67,7 @@ class Steps:
     Attributes:
         sid: Id of the sum.
         digests: SHA-256 of ask and answer, hexadecimal, by step in the order of the answers.
+        endorsement: What vouches for this device's signing key; empty with unsigned keys.
         devices: Ids of the sum's devices by index; empty before step `secure_shares`.
         entries: The devices' keys by index.
         roster: Digest of the entries.
@@ -76,6 +77,7 @@ class Steps:
 
     sid: bytes
     digests: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    endorsement: bytes = b""
     devices: tuple[str, ...] = ()
     entries: tuple[bytes, ...] = ()
     roster: bytes = b""
@@ -155,6 +157,7 @@ class SecureSessions:
         content = {
             "sid": steps.sid.hex(),
             "digests": {step: list(pair) for step, pair in steps.digests.items()},
+            "endorsement": steps.endorsement.hex(),
             "devices": list(steps.devices),
             "entries": [entry.hex() for entry in steps.entries],
             "roster": steps.roster.hex(),
@@ -247,6 +250,7 @@ def _steps_of(saved: Mapping[str, Any]) -> Steps:
     return Steps(
         sid=bytes.fromhex(saved["sid"]),
         digests={step: (pair[0], pair[1]) for step, pair in saved["digests"].items()},
+        endorsement=bytes.fromhex(saved["endorsement"]),
         devices=tuple(saved["devices"]),
         entries=tuple(bytes.fromhex(entry) for entry in saved["entries"]),
         roster=bytes.fromhex(saved["roster"]),

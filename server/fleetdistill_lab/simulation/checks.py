@@ -8,6 +8,7 @@ from pathlib import Path
 from fleetdistill.errors import ConfigurationError, FleetDistillError, ModelError
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.methods.classstats_private.merge import too_few_rows
+from fleetdistill.methods.classstats_secure.config import CERTIFICATES
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.models import PREDICTORS
 from fleetdistill.names import unknown_name
@@ -147,6 +148,11 @@ def _check_time(wanted: Simulation) -> None:
         raise ConfigurationError(
             f"simulated time does not work over {wanted.link}, whose processes run in real time; use --link memory, or "
             "leave out availability, compute, churn, late joins and traces"
+        )
+    if wanted.behaviour is not None and wanted.settings.get("keys") == CERTIFICATES:
+        raise ConfigurationError(
+            "keys is 'certificates', whose certificates are valid in real time and not in simulated time; leave out "
+            "availability, compute, churn, late joins and traces, or set keys to 'roster', which has the same messages"
         )
 
 

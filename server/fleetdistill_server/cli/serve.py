@@ -65,7 +65,13 @@ def serve(
     if not check:
         for number in (signal.SIGINT, signal.SIGTERM):  # before the slow imports
             signal.signal(number, lambda signum, frame: stopped.set())
-    from fleetdistill_server.cli.serve_checks import check_extras, check_new_run, check_security, problems_of_file
+    from fleetdistill_server.cli.serve_checks import (
+        check_certificates,
+        check_extras,
+        check_new_run,
+        check_security,
+        problems_of_file,
+    )
     from fleetdistill_server.config.run_config import load_run_config
     from fleetdistill_server.config.section import read_toml
     from fleetdistill_server.config.server_config import load_service_config
@@ -90,6 +96,8 @@ def serve(
     warning = check_security(loaded.server, insecure)
     if warning:
         logger.warning("%s", warning)
+    if run is not None:
+        check_certificates(run)
     if only != Part.FRONT and run is not None:
         check_new_run(config, run, stopped)
     with tracking:

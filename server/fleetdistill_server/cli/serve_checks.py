@@ -16,6 +16,7 @@ from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
 from fleetdistill.link.grpc_link import is_loopback
 from fleetdistill.methods import config_class
 from fleetdistill.methods.classstats_private.merge import rows_needed
+from fleetdistill.methods.classstats_secure.config import CERTIFICATES, ClassStatsSecureConfig
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.models import MODELS, resolve
 from fleetdistill_server.config.run_config import RunConfig
@@ -65,6 +66,16 @@ def check_security(server: ServerSection, insecure: bool) -> str:
     return f"serving in plain text on {server.listen}; anyone on the network path can read and modify the traffic"
 
 
+def check_certificates(config: RunConfig) -> None:
+    """Raises ConfigurationError for a run that needs devices with certificates, on a server without TLS."""
+    method = config.method_config()
+    if isinstance(method, ClassStatsSecureConfig) and method.keys == CERTIFICATES and config.server.tls() is None:
+        raise ConfigurationError(
+            "[method] keys is 'certificates', but [server] pki is not set, so the devices have no certificates. Create "
+            "a PKI with `fleetdistill pki init` and set [server] pki, or set keys to 'roster' or 'unsigned'"
+        )
+
+
 def check_extras(server: ServerSection) -> None:
     """Raises ConfigurationError if a package that a setting needs is not installed."""
     for setting, (module, extra) in _OPTIONAL.items():
@@ -107,7 +118,8 @@ def check_new_run(path: Path, config: RunConfig, stopped: threading.Event) -> No
 def problems(config: RunConfig, insecure: bool) -> list[str]:
     """Returns every error that prevents a run from being served; nothing is stored."""
     model = lambda: _check_device_model(config.model.device)  # noqa: E731
-    checks = (lambda: _check_store(config), lambda: _built(config), model, lambda: _evaluation(config))
+    keys = lambda: check_certificates(config)  # noqa: E731
+    checks = (lambda: _check_store(config), lambda: _built(config), model, keys, lambda: _evaluation(config))
     return _failures(*_of_server(config.server, config.run.name, insecure), *checks)
 
 

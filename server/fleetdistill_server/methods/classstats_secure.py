@@ -16,11 +16,21 @@ import torch
 
 from fleetdistill.errors import QuorumNotReached, SecureSumError
 from fleetdistill.knowledge import ClassSums, Kind, SecureMessage
-from fleetdistill.knowledge.secure import BOX_BYTES, KEYS_BYTES, SHARE_BYTES, SIGNATURE_BYTES, SIGNED_KEYS_BYTES
+from fleetdistill.knowledge.secure import (
+    BOX_BYTES,
+    KEYS_BYTES,
+    MAX_KEYS_BYTES,
+    SHARE_BYTES,
+    SIGNATURE_BYTES,
+    SIGNED_KEYS_BYTES,
+)
 from fleetdistill.methods.classstats.shared_statistics import merge
 from fleetdistill.methods.classstats_private.sums import RowSums, from_wire, to_wire
 from fleetdistill.methods.classstats_secure.config import (
+    CERTIFICATES,
     MIN_IN_SUM,
+    ROSTER,
+    UNSIGNED,
     ClassStatsSecureConfig,
     ClassStatsSummedConfig,
     SumSettings,
@@ -42,6 +52,13 @@ from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 DEVICES_IN_TABLE = 10
 """Devices of a sum for which tables show bytes."""
+CERTIFICATE_IN_TABLE = 400
+"""Bytes of a device's certificate for which tables show bytes."""
+_KEYS = {
+    UNSIGNED: SecureMessage.schema("keys", (KEYS_BYTES,)),
+    CERTIFICATES: SecureMessage.schema("keys", (SIGNED_KEYS_BYTES + CERTIFICATE_IN_TABLE,), most=MAX_KEYS_BYTES),
+    ROSTER: SecureMessage.schema("keys", (SIGNED_KEYS_BYTES,)),
+}
 
 
 class SumServer(ClassStatsServer):
@@ -69,12 +86,12 @@ class SumServer(ClassStatsServer):
         *_, learn = super().exchanges(config, sizes)
         devices, most = DEVICES_IN_TABLE, config.max_in_sum
         block = config.parameters_for(most, sizes.classes, cls.dimensions(config, sizes))
-        numbers, keys = (block.numbers * block.width,), SIGNED_KEYS_BYTES if config.signs_keys else KEYS_BYTES
+        numbers = (block.numbers * block.width,)
         schema = SecureMessage.schema
         check = Exchange(step=CHECK, up={"signature": schema("signature", (SIGNATURE_BYTES,))}, end=1)
         boxes = schema("boxes", (devices - 1, BOX_BYTES), most=most)
         return [
-            Exchange(step=KEYS, up={"keys": schema("keys", (keys,))}, end=1),
+            Exchange(step=KEYS, up={"keys": _KEYS[config.keys]}, end=1),
             Exchange(step=SHARES, up={"boxes": boxes}, end=1),
             Exchange(
                 step=INPUT,

@@ -30,7 +30,7 @@ from fleetdistill.link.credentials import AUTHORITIES, IDENTITY, write_private
 from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill_server.security.certificates import URI_SCHEME, Issued, Role, fingerprint, general_name
 
-__all__ = ["SERVER", "Authority"]
+__all__ = ["SERVER", "Authority", "make_authority"]
 
 CA_KEY = "ca-key.pem"
 SERVER = "server.pem"

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from methods.classstats.class_statistics_fleet import CPU, SHAPE
+from support.wire_samples import make_contract
 
-from fleetdistill.errors import ConfigurationError, QuorumNotReached, RunError
+from fleetdistill.errors import ConfigurationError, QuorumNotReached, RefusedError, RunError
+from fleetdistill.knowledge import SecureMessage
 from fleetdistill.methods import config_class, device_class
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local
 from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, SHARES, STEPS, UNMASK
@@ -20,10 +22,16 @@ from fleetdistill.models import build_model
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import check_local_model
+from fleetdistill.wire.codec import encode
+from fleetdistill.wire.payload import chunks
+from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import ModelSection
+from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.traffic import declared_parts
+from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.testing import FakeCohort, play
 
 CLASSES, ROWS = 4, 120
@@ -319,10 +327,59 @@ def test_the_rule_for_the_fewest_and_the_honest_devices():
     config = config_of()
     assert [config.fewest(asked) for asked in (1, 3, 4, 5, 10, 100, 1000)] == [3, 3, 3, 4, 7, 67, 667]
     assert [config.honest(asked) for asked in (3, 10, 100)] == [3, 7, 67]
-    assert [config_of(keys="roster").honest(asked) for asked in (3, 10, 100)] == [3, 6, 57]
+    for keys in ("certificates", "roster"):
+        assert [config_of(keys=keys).honest(asked) for asked in (3, 10, 100)] == [3, 6, 57]
     assert config_of(min_in_sum=8, colluders=2).honest(10) == 6
     assert config_of(max_rows=1 << 24).parameters(10, 64, least=3, honest=3).width == 8
     assert config_of().parameters(10, 64, least=3, honest=3).width == 7
+
+
+@pytest.mark.parametrize(
+    ("keys", "against"),
+    [
+        ("unsigned", "a server that follows the protocol"),
+        ("certificates", "a server that follows the protocol, and anyone else without its CA's key"),
+        ("roster", "the server"),
+    ],
+)
+def test_the_guarantee_says_against_whom(keys, against):
+    text = f"each row of each device is (1, 1e-5)-private against {against}, by secure sums that no cryptographer has"
+    assert config_of(keys=keys, epsilon=1.0).guarantee.sentence.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("keys", "fits", "refused"),
+    [
+        ("unsigned", {100}, {99, 101, 260}),
+        ("certificates", {261, 660, 2308}, {100, 260, 2309}),
+        ("roster", {260}, {100, 259, 261, 660}),
+    ],
+)
+def test_the_front_checks_the_size_of_keys(keys, fits, refused):
+    """Of certificates, whose sizes differ, it checks the bounds."""
+    server = make_server(keys=keys)
+    uploads = [
+        contract_pb2.PartShapes(
+            part=part, tensors=[contract_pb2.NamedShape(name=name, shape=shape) for name, shape in one.declared.items()]
+        )
+        for part, one in declared_parts(server.run_exchanges()).items()
+    ]
+    contract = make_contract(method="classstats_secure", uploads=uploads)
+
+    def take(size: int) -> None:
+        payload = encode({"keys": SecureMessage(keys=np.zeros(size, np.uint8))})
+        ingest = Ingest("d1", payload.header(), contract, {"keys": "secure_message"})
+        ingest.start(MemoryBlobs().stage("key", payload.parts))
+        for chunk in chunks(payload.source, payload.slots, 0):
+            ingest.feed(chunk)
+        ingest.finish()
+
+    for size in fits:
+        take(size)
+    for size in refused:
+        with pytest.raises(RefusedError, match=r"keys has shape|'keys' has \d+ (rows|bytes)") as error:
+            take(size)
+        assert error.value.code == "bad-tensor"
 
 
 def test_signed_keys_add_a_step():
@@ -337,5 +394,5 @@ def test_a_declined_sum_says_why():
     cohort = FakeCohort(devices(keys="roster"))
     with pytest.raises(QuorumNotReached):
         asyncio.run(make_server(keys="roster").round(cohort))
-    text = "the sum needs signed keys, and this device has no SecureTerms(signer=...)"
+    text = "the sum needs keys of a roster, and this device has no SecureTerms(signer=...)"
     assert {item.declined for item in cohort.asked} == {text}

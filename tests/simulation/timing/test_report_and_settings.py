@@ -120,6 +120,10 @@ def test_durations_are_readable(seconds: float, text: str) -> None:
             {"link": "grpc"},
             "simulated time does not work over grpc, whose processes run in real time; use --link memory",
         ),
+        (
+            {"method": "classstats_secure", "settings": {"epsilon": 3.0, "keys": "certificates"}},
+            "keys is 'certificates', whose certificates are valid in real time and not in simulated time",
+        ),
         ({"behaviour": None}, "deadline_seconds and over_selection need simulated time"),
         ({"behaviour": None, "deadline_seconds": None, "over_selection": 1.5}, "need simulated time"),
         ({"deadline_seconds": 0.0}, "deadline_seconds is 0.0, must be above 0"),

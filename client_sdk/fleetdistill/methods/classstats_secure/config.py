@@ -15,13 +15,20 @@ from fleetdistill.privacy.guarantee import Guarantee
 if TYPE_CHECKING:
     from fleetdistill.secure.session import Parameters
 
+__all__ = ["CERTIFICATES", "ROSTER", "ClassStatsSecureConfig"]
+
 MIN_IN_SUM = 3
 """Fewest devices in a sum: with two, each knows the other's part."""
 MAX_IN_SUM = 1000
 """Most devices in a sum: each exchanges shares with each other one."""
-UNSIGNED, ROSTER = "unsigned", "roster"
-KEYS = {UNSIGNED: 0, ROSTER: 2}
+UNSIGNED, CERTIFICATES, ROSTER = "unsigned", "certificates", "roster"
+KEYS = {UNSIGNED: 0, CERTIFICATES: 1, ROSTER: 2}
 """Who vouches for the devices' keys, as in the sum's parameters."""
+_AGAINST = {
+    UNSIGNED: "a server that follows the protocol",
+    CERTIFICATES: "a server that follows the protocol, and anyone else without its CA's key",
+    ROSTER: "the server",
+}
 MAX_ROWS = (1 << 20, 1 << 24)
 RULE = "rule"
 GRID_BITS, COUNT_BITS = 16, 10
@@ -35,8 +42,8 @@ class SumSettings(SpaceConfig):
     """Settings of secure sums, with and without noise, in addition to those of class statistics.
 
     Attributes:
-        keys: Who vouches for the devices' keys: `unsigned`, nobody but the server; or `roster`, an Ed25519 key that the
-            apps are built with.
+        keys: Who vouches for the devices' keys: `unsigned`, nobody but the server; `certificates`, the CA of the run's
+            TLS certificates; or `roster`, an Ed25519 key that the apps are built with.
         min_in_sum: q, fewest devices in a sum, in [3, 1000], or 0 for the rule: more than two thirds of those asked.
         max_in_sum: Most devices in a sum, in [3, 1000]; further ones are in the next sum.
         max_rows: Most rows in a sum, 2^20 or 2^24. With noise, more of them make the sum wrong, not less private;
@@ -50,8 +57,11 @@ class SumSettings(SpaceConfig):
     max_in_sum: int = MAX_IN_SUM
     max_rows: int = MAX_ROWS[0]
 
-    def _check_sums(self) -> None:
+    def _check_keys(self) -> None:
+        """Checks who vouches for keys; before all else, because the guarantee depends on it."""
         check_choice("keys", self.keys, list(KEYS))
+
+    def _check_sums(self) -> None:
         if self.min_in_sum:
             check_range("min_in_sum", self.min_in_sum, MIN_IN_SUM, MAX_IN_SUM + 1)
         check_range("max_in_sum", self.max_in_sum, max(MIN_IN_SUM, self.min_in_sum), MAX_IN_SUM + 1)
@@ -127,13 +137,14 @@ class ClassStatsSecureConfig(ClassStatsPrivateConfig, SumSettings):
 
     Attributes:
         colluders: Devices of a sum that may send no noise, or work with the server, without a loss of privacy, at least
-            0; or `rule`: none with unsigned keys, a tenth of those asked with a roster.
+            0; or `rule`: none with unsigned keys, else a tenth of those asked.
     """
 
     robust: str = "off"
     colluders: int | str = RULE
 
     def __post_init__(self) -> None:
+        self._check_keys()
         ClassStatsPrivateConfig.__post_init__(self)
         self._check_sums()
         if isinstance(self.colluders, str):
@@ -151,17 +162,16 @@ class ClassStatsSecureConfig(ClassStatsPrivateConfig, SumSettings):
         """Returns c, the number of devices of a sum that may add no noise, if `asked` devices are asked."""
         if isinstance(self.colluders, int):
             return self.colluders
-        return asked // 10 if self.keys == ROSTER else 0
+        return asked // 10 if self.signs_keys else 0
 
     @property
     def guarantee(self) -> Guarantee:
         """The guarantee of one sum."""
-        server = "the server" if self.signs_keys else "a server that follows the protocol"
         return Guarantee(
             epsilon=self.epsilon,
             delta=self.delta,
             exact=self.exact,
-            against=f"{server}, by secure sums that no cryptographer has reviewed yet",
+            against=f"{_AGAINST[self.keys]}, by secure sums that no cryptographer has reviewed yet",
         )
 
     def device_mu(self, devices: int) -> float:
@@ -177,5 +187,6 @@ class ClassStatsSummedConfig(ClassStatsConfig, SumSettings):
     max_rows: int = MAX_ROWS[1]
 
     def __post_init__(self) -> None:
+        self._check_keys()
         ClassStatsConfig.__post_init__(self)
         self._check_sums()

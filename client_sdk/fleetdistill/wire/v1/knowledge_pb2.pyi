@@ -524,7 +524,10 @@ class SecureEntry(_message.Message):
     signature of the 100 bytes (64).
     """
     endorsement: _builtins.bytes
-    """With signed keys: the signature of the run's roster key over the device's Ed25519 key and id, 64 bytes."""
+    """With a roster: the signature of the run's roster key over the device's Ed25519 key and id, 64 bytes. With certificates:
+    the ECDSA signature (r, s, 32 bytes each, big-endian) of the Ed25519 key by the key of the device's certificate, then
+    the certificate in DER, 1 to 2,048 bytes.
+    """
     signature: _builtins.bytes
     """In the last step, with signed keys: the device's signature of the list of devices in the sum, 64 bytes."""
     def __init__(
@@ -578,8 +581,8 @@ class SecureMessage(_message.Message):
 
     @_builtins.property
     def keys(self) -> _tensor_pb2.Tensor:
-        """From the device, step secure_keys: [100] or [196] uint8, the fields `keys` of its entry; with signed keys [260], then its
-        endorsement.
+        """From the device, step secure_keys: [100] uint8, the field `keys` of its entry; with signed keys [196], followed by its
+        endorsement: [260] with a roster, [261] to [2308] with certificates.
         """
 
     @_builtins.property

@@ -14,9 +14,12 @@ from fleetdistill.clock import Clock
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.knowledge import RECEIVED, RESULT
 from fleetdistill.link.base import Link
+from fleetdistill.link.credentials import AUTHORITIES, DEVICE_FOLDER, IDENTITY
+from fleetdistill.methods.classstats_secure.config import CERTIFICATES, ROSTER
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state.directory import Storage
+from fleetdistill.state.files import Files
 from fleetdistill_lab.simulation.spec.arrays import load_arrays, split_slice
 from fleetdistill_lab.simulation.spec.score_log import (
     OPTIMIZER_STEPS,
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
     from fleetdistill.compute.base import MakeCompute
     from fleetdistill.wire.v1 import contract_pb2
     from fleetdistill_lab.simulation.spec.compute import Shared, SimulatedCompute
+
+
+_CERTIFICATE_DAYS = 3650.0  # it may be resumed long after its start
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class DeviceSpec:
         score_every: Rounds from one score of the device's models on the test set to the next; 0 for no score.
         last_round: Number of the run's last round, which is scored unless `score_every` is 0.
         torch_device: Torch device on which the device trains.
-        signs_keys: Whether the device signs its keys in secure sums.
+        keys: Who vouches for the device's keys in secure sums, as the run's setting; empty in other runs.
         top_k: k of the top-k accuracy that is logged beside each score; None for none.
     """
 
@@ -75,7 +81,7 @@ class DeviceSpec:
     last_round: int = 0
     torch_device: str = "cpu"
     top_k: int | None = None
-    signs_keys: bool = False
+    keys: str = ""
 
     @property
     def rows(self) -> int:
@@ -87,6 +93,11 @@ class DeviceSpec:
     def scores_file(self) -> Path:
         """Path of the simulation's score log, which its devices share."""
         return Path(self.state_dir).parent / "scores.jsonl"
+
+    @property
+    def pki(self) -> Path:
+        """Directory of the simulation's CA, if certificates vouch for keys."""
+        return Path(self.state_dir).parent / "pki"
 
     @property
     def top_k_file(self) -> Path:
@@ -144,6 +155,8 @@ def make_device(
             variant = PRODUCT
         append_scores(file, spec.name, completed, event.values["confusion"], variant, own=split == OWN)
 
+    if spec.keys == CERTIFICATES:
+        _enrol(spec, Files(Path(spec.state_dir)) if state is None else state)
     return Device(
         server=Server(server, run=spec.run),
         **_backend(spec, compute),
@@ -151,10 +164,36 @@ def make_device(
         device_id=spec.name,
         allow=COLUMNS,
         on_event=note,
-        secure=SecureTerms(min_devices=3, signer=_signer(spec)) if spec.signs_keys else None,
+        secure=_terms(spec),
         deployment=Deployment(export="never", keep_versions=1),  # nothing rolls back a simulated device
         runtime=Runtime(clock=clock),
     )
+
+
+def _terms(spec: DeviceSpec) -> SecureTerms | None:
+    if spec.keys == CERTIFICATES:
+        return SecureTerms(min_devices=3, keys=CERTIFICATES)
+    return SecureTerms(min_devices=3, signer=_signer(spec)) if spec.keys == ROSTER else None
+
+
+def _enrol(spec: DeviceSpec, files: Files) -> None:
+    """Gives a simulated device a certificate of the simulation's CA, once; its link does not use it."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    from fleetdistill_server.security.pki import Authority
+
+    identity, authorities = (f"{DEVICE_FOLDER}/{name}" for name in (IDENTITY, AUTHORITIES))
+    if files.load(identity) is not None:
+        return
+    if files.has_directory:
+        (files.directory / DEVICE_FOLDER).mkdir(parents=True, exist_ok=True)
+    authority, key = Authority(spec.pki), ec.generate_private_key(ec.SECP256R1())
+    form, secret = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    pem = key.private_bytes(serialization.Encoding.PEM, form, secret)
+    files.save(authorities, authority.bundle)
+    issued = authority.sign_device(key.public_key(), spec.name, "", _CERTIFICATE_DAYS)
+    files.save(identity, pem + issued.pem, mode=0o600)
 
 
 def _signer(spec: DeviceSpec) -> Signer:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fleetdistill.knowledge import ModelParameters
+from fleetdistill.methods.classstats_secure.config import CERTIFICATES, ClassStatsSecureConfig
 from fleetdistill.models import PREDICTORS, build_model, path_of
 from fleetdistill.training.model import parameter_count
 from fleetdistill_lab.simulation.data.datasets import Dataset, stratified_rows
@@ -185,7 +186,8 @@ def make_specs(
     own_test_files = _slices(work / "test.npz", own_tests or [0] * wanted.devices)
     torch_device = str(pick_torch_device(wanted.torch_device))
     configuration = wanted.configuration()
-    specs = []
+    keys = configuration.keys if isinstance(configuration, ClassStatsSecureConfig) else ""
+    specs: list[DeviceSpec] = []
     for number, (data_file, validation_file) in enumerate(zip(data_files, held_out_files, strict=True)):
         name = f"device-{number:0{len(str(wanted.devices - 1))}d}"
         specs.append(
@@ -207,9 +209,13 @@ def make_specs(
                 last_round=wanted.rounds_to_complete,
                 top_k=wanted.top_k,
                 torch_device=torch_device,
-                signs_keys=configuration.signs_keys,
+                keys=keys,
             )
         )
+    if keys == CERTIFICATES and not specs[0].pki.exists():
+        from fleetdistill_server.security.pki import make_authority
+
+        make_authority(specs[0].pki)
     return specs
 
 
