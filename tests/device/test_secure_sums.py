@@ -354,19 +354,44 @@ def test_a_device_with_an_expired_certificate_stays_out(tmp_path, days, expired)
     assert np.array_equal(signed(fleet, result), fleet.plain_sum(result.devices))
 
 
-@SIGNED
-def test_an_endorsement_for_another_id_is_not_sent(tmp_path, keys):
+def test_a_certificate_for_another_id_is_not_sent(tmp_path):
     """Otherwise all others would refuse, and one device that is set up wrongly would prevent every sum."""
-    terms = SecureTerms(min_devices=3, signer=signer_of("device-9") if keys == "roster" else None)
-    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4, terms=terms)
-    if keys == "certificates":
-        for name in fleet.names:
-            save_credentials(tmp_path / name, device_credentials(Authority(tmp_path / "pki"), "device-9"))
+    fleet = SecureFleet(tmp_path, 5, keys="certificates", min_in_sum=4)
+    for name in fleet.names:
+        save_credentials(tmp_path / name, device_credentials(Authority(tmp_path / "pki"), "device-9"))
     with pytest.raises(QuorumNotReached):
         fleet.sum()
-    says = {"certificates": "cannot be used: it is of fleetdistill:device:device-9", "roster": "is not endorsed by"}
     assert list(fleet.refused) == [(KEYS, name) for name in fleet.names]
-    assert all(says[keys] in text for text in fleet.refused.values())
+    assert all("cannot be used: it is of fleetdistill:device:device-9" in text for text in fleet.refused.values())
+
+
+@pytest.mark.parametrize("fault", ["another roster", "another device's endorsement", "keys that it did not sign"])
+def test_the_server_leaves_out_a_device_that_others_would_refuse(tmp_path, fault):
+    """With the roster's public key in the run, one device that is provisioned wrongly, or hostile, spoils no sum."""
+    roster_key = signer_of("device-0").roster_key.hex()
+    fleet = SecureFleet(tmp_path, 5, keys="roster", roster_key=roster_key, min_in_sum=4)
+    key, other = signer_of("device-4").key, bytes(range(1, 33))
+    forged = {
+        "another roster": endorse(other, "device-4", verification_key(key)),
+        "another device's endorsement": signer_of("device-3").endorsement,
+    }
+
+    def spoil(step, name, message):
+        if (step, name) != (KEYS, "device-4"):
+            return message
+        keys = message.keys.copy()
+        if fault in forged:
+            keys[196:] = np.frombuffer(forged[fault], np.uint8)
+        else:
+            keys[0] ^= 1
+        return dataclasses.replace(message, keys=keys)
+
+    result = fleet.sum(up=spoil)
+    assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names[:4]))
+    assert fleet.cohort.kinds == ["not-endorsed"]
+    assert fleet.cohort.events[0].device == "device-4"
+    assert not fleet.refused
+    assert not releases(tmp_path / "device-4")
 
 
 def test_a_renewed_certificate_changes_no_answer(tmp_path):
@@ -914,6 +939,11 @@ def test_a_signer_that_is_not_of_this_device_is_refused(tmp_path, changes):
         ({"keys": "roster"}, SecureTerms(), "the sum needs keys of a roster"),
         ({"keys": "certificates"}, SecureTerms(signer=signer_of("a")), "keys = 'roster', this one has 'certificates'"),
         ({}, SecureTerms(signer=signer_of("a")), "sums with keys = 'roster', this one has 'unsigned'"),
+        (
+            {"keys": "roster", "roster_key": bytes(32).hex()},
+            SecureTerms(signer=signer_of("a")),
+            "its roster_key is 00000000, .* built with [0-9a-f]{8}; ask .* or update the app",
+        ),
         ({"min_in_sum": 4}, SecureTerms(min_devices=5), "at least 4 devices, SecureTerms require 5; .* min_in_sum, or"),
     ],
 )

@@ -176,7 +176,8 @@ class SecureFleet:
 
         agreed, nonce = self.parameters(**parameters), bytes([number]) * 32
         digest = statistics_digest(["a", "b", "c"], [1, 8, 8], "scattering", "", b"")
-        session = SumSession(cohort, ask, agreed, run="sums", digest=digest, nonce=nonce)
+        roster_key = bytes.fromhex(self.config.roster_key)
+        session = SumSession(cohort, ask, agreed, run="sums", digest=digest, nonce=nonce, roster_key=roster_key)
         self.cohort, self.sid = cohort, session_id("sums", number, 1, nonce, digest, agreed.pack())
         return asyncio.run(session.sum(self.names if devices is None else devices))
 

@@ -118,6 +118,12 @@ def _reason_against(config: SumSettings, terms: SecureTerms) -> str:
     """Returns why a device with these terms would refuse each sum of a run, with a remedy; empty if it would not."""
     if reason := _keys_refused(config.keys, terms):
         return reason
+    built_with = "" if terms.signer is None else terms.signer.roster_key.hex()
+    if config.roster_key and built_with != config.roster_key:
+        return (
+            f"its roster_key is {config.roster_key[:8]}, and this app was built with {built_with[:8]}; ask the operator "
+            "for a run with the app's, or update the app"
+        )
     if config.guarantee is None and not terms.without_noise:
         return "its sums have no noise; ask the operator for method classstats_secure, or set without_noise"
     if 0 < config.min_in_sum < terms.min_devices:

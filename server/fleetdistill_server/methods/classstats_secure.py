@@ -141,7 +141,13 @@ class SumServer(ClassStatsServer):
             return self.deliveries.ask(cohort, step, payload, to=to, quorum=0.0)
 
         session = SumSession(
-            cohort, ask, parameters, run=self.context.run, digest=self._digest(), nonce=bytes(nonce.tolist())
+            cohort,
+            ask,
+            parameters,
+            run=self.context.run,
+            digest=self._digest(),
+            nonce=bytes(nonce.tolist()),
+            roster_key=bytes.fromhex(self.config.roster_key),
         )
         result = await session.sum(devices)
         self._take(result, parameters, cohort)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -44,6 +45,9 @@ class SumSettings(SpaceConfig):
     Attributes:
         keys: Who vouches for the devices' keys: `unsigned`, nobody but the server; `certificates`, the CA of the run's
             TLS certificates; or `roster`, an Ed25519 key that the apps are built with.
+        roster_key: Public Ed25519 key of the roster, 64 hexadecimal digits. With it the server leaves out devices whose
+            keys it has not endorsed, and a device with another one does not join; without it, such a device makes the
+            others refuse. The devices trust only the key that their app was built with.
         min_in_sum: q, fewest devices in a sum, in [3, 1000], or 0 for the rule: more than two thirds of those asked.
         max_in_sum: Most devices in a sum, in [3, 1000]; further ones are in the next sum.
         max_rows: Most rows in a sum, 2^20 or 2^24. With noise, more of them make the sum wrong, not less private;
@@ -53,6 +57,7 @@ class SumSettings(SpaceConfig):
     sums_securely: ClassVar[bool] = True
 
     keys: str = UNSIGNED
+    roster_key: str = ""
     min_in_sum: int = 0
     max_in_sum: int = MAX_IN_SUM
     max_rows: int = MAX_ROWS[0]
@@ -60,6 +65,11 @@ class SumSettings(SpaceConfig):
     def _check_keys(self) -> None:
         """Checks who vouches for keys; before all else, because the guarantee depends on it."""
         check_choice("keys", self.keys, list(KEYS))
+        if self.roster_key and not (self.keys == ROSTER and re.fullmatch("[0-9a-f]{64}", self.roster_key)):
+            raise ConfigurationError(
+                f"roster_key must be 64 hexadecimal digits, with keys = 'roster', got {self.roster_key!r} and keys "
+                f"{self.keys!r}"
+            )
 
     def _check_sums(self) -> None:
         if self.min_in_sum:

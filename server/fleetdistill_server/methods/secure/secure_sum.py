@@ -12,6 +12,7 @@ import numpy as np
 from fleetdistill.errors import PeerError, QuorumNotReached, SecureSumError, WireError
 from fleetdistill.knowledge import SecureEntry, SecureMessage
 from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK
+from fleetdistill.secure.member import is_endorsed, verify_keys_entry
 from fleetdistill.secure.primitives import Numbers, from_bytes, verify_signature
 from fleetdistill.secure.session import (
     Parameters,
@@ -67,11 +68,21 @@ class SumSession:
         run: Name of the run.
         digest: `statistics_digest` of the run.
         nonce: 32 public bytes.
+        roster_key: Public Ed25519 key of the roster, 32 bytes; empty if the server does not know it, or there is none.
     """
 
     def __init__(
-        self, cohort: Cohort, ask: AskDevices, parameters: Parameters, *, run: str, digest: bytes, nonce: bytes
+        self,
+        cohort: Cohort,
+        ask: AskDevices,
+        parameters: Parameters,
+        *,
+        run: str,
+        digest: bytes,
+        nonce: bytes,
+        roster_key: bytes = b"",
     ) -> None:
+        self._roster_key = roster_key
         self._cohort, self._ask, self._parameters, self._nonce = cohort, ask, parameters, nonce
         self._sid = session_id(run, cohort.round, 1, nonce, digest, parameters.pack())
         self._dropped: dict[str, list[str]] = {}
@@ -112,12 +123,25 @@ class SumSession:
             async for answer in self._asked(KEYS, {"session": message}, devices, self._parameters.least)
         }
         size = _SIGNED_ENTRY if self._is_signed else len(next(iter(keys.values())))
+        for device in [device for device, sent in keys.items() if not self._is_endorsed(device, sent)]:
+            del keys[device]
+            text = f"{device} has not signed its keys, or the roster has not endorsed it; it is left out of the sum"
+            self._cohort.event("not-endorsed", text, device)
+        self._check_enough(KEYS, len(keys), self._parameters.least)
         ids = sorted(keys, key=str.encode)
         try:
             roster = Roster(self._sid, tuple(ids), tuple(keys[device][:size] for device in ids))
         except WireError as error:
             raise SecureSumError(f"the devices' keys cannot be used: {error}") from error
         return roster, {device: keys[device][size:] for device in ids}
+
+    def _is_endorsed(self, device: str, sent: bytes) -> bool:
+        """Returns whether the other devices will accept a device's keys, as far as the server can tell."""
+        if not self._is_signed:
+            return True
+        entry, endorsement = sent[:_SIGNED_ENTRY], sent[_SIGNED_ENTRY:]
+        endorsed = not self._roster_key or is_endorsed(self._roster_key, device, entry[100:132], endorsement)
+        return endorsed and verify_keys_entry(entry, self._sid, device)
 
     async def _shares(self, roster: Roster, endorsements: Mapping[str, bytes]) -> dict[int, dict[int, bytes]]:
         """Step 2: returns the boxes by index of the sender and of the receiver."""
