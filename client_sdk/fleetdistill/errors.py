@@ -312,6 +312,7 @@ class QuorumNotReached(FleetDistillError):
     """
 
     def __init__(self, step: str, answered: int, needed: int) -> None:
-        super().__init__(f"step {step!r}: {answered} devices answered, the quorum is {needed}")
+        devices = "device" if answered == 1 else "devices"
+        super().__init__(f"step {step!r}: {answered} {devices} answered, the quorum is {needed}")
         self.answered = answered
         self.needed = needed

@@ -121,8 +121,8 @@ def _reason_against(config: SumSettings, terms: SecureTerms) -> str:
     built_with = "" if terms.signer is None else terms.signer.roster_key.hex()
     if config.roster_key and built_with != config.roster_key:
         return (
-            f"its roster_key is {config.roster_key[:8]}, and this app was built with {built_with[:8]}; ask the operator "
-            "for a run with the app's, or update the app"
+            f"its roster_key is {config.roster_key[:8]}, and this app was built with {built_with[:8]}; ask the "
+            "operator for a run with the app's, or update the app"
         )
     if config.guarantee is None and not terms.without_noise:
         return "its sums have no noise; ask the operator for method classstats_secure, or set without_noise"

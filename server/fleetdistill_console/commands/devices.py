@@ -72,7 +72,10 @@ def devices_forget(
     device: Annotated[str, typer.Argument(help="Id of the device.")],
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Deletes a device's contributions to a run. Example: fleetdistill devices forget digits camera-7"""
+    """Deletes a device's contributions to a run. Example: fleetdistill devices forget digits camera-7
+
+    In a run with secure sums, the whole sum that contains the device is deleted, with the other devices' parts of it.
+    """
     from fleetdistill_server.engine.forgetting import ask_to_forget
 
     opened = open_store(store)
@@ -86,5 +89,6 @@ def devices_forget(
     typer.echo(
         f"{device} no longer takes part in run {run!r}; its data in the method's state and its payloads {when}. "
         "Its id, figures and byte counts remain in the run's history, and so does its influence on values that the "
-        "method averaged or trained over several devices. Backups are not changed"
+        "method averaged or trained over several devices. Of a run with secure sums, the whole sum that contains the "
+        "device is deleted (event batch-forgotten), and the other devices in it need a new one. Backups are not changed"
     )

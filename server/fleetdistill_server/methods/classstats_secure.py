@@ -49,6 +49,7 @@ from fleetdistill_server.methods.classstats_private.server import ClassStatsPriv
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes, PayloadFor
 from fleetdistill_server.methods.secure.secure_sum import SecureSum, SumSession
 from fleetdistill_server.methods.traffic import Exchange, Sizes
+from fleetdistill_server.texts import counted
 
 DEVICES_IN_TABLE = 10
 """Devices of a sum for which tables show bytes."""
@@ -120,12 +121,11 @@ class SumServer(ClassStatsServer):
             await self._sum(cohort, lacking)
         except (QuorumNotReached, SecureSumError) as error:
             if lacking and self._parts and len(lacking) < needed:
-                text = f"{len(lacking)} new devices wait for a sum of at least {needed}"
+                text = f"{counted(len(lacking), 'new device')} must wait for a sum of at least {needed}"
                 cohort.event("waiting-for-batch", text, once=True)
             elif lacking:
-                cohort.event(
-                    "secure-sum-failed", f"no sum of {len(lacking)} devices: {error}; nothing of them is known"
-                )
+                text = f"no sum of {len(lacking)} devices: {error}; nothing of them is known"
+                cohort.event("secure-sum-failed", f"{text}. The events late and declined of this round say why")
             if not self._parts:
                 raise error if isinstance(error, QuorumNotReached) else QuorumNotReached(UNMASK, 0, needed) from error
 

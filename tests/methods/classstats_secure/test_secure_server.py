@@ -339,7 +339,7 @@ def test_the_rule_for_the_fewest_and_the_honest_devices():
     [
         ("unsigned", "a server that follows the protocol"),
         ("certificates", "a server that follows the protocol, and anyone else without its CA's key"),
-        ("roster", "the server"),
+        ("roster", "a server without the secret roster key"),
     ],
 )
 def test_the_guarantee_says_against_whom(keys, against):

@@ -28,7 +28,7 @@ KEYS = {UNSIGNED: 0, CERTIFICATES: 1, ROSTER: 2}
 _AGAINST = {
     UNSIGNED: "a server that follows the protocol",
     CERTIFICATES: "a server that follows the protocol, and anyone else without its CA's key",
-    ROSTER: "the server",
+    ROSTER: "a server without the secret roster key",
 }
 MAX_ROWS = (1 << 20, 1 << 24)
 RULE = "rule"
