@@ -636,6 +636,19 @@ def test_a_short_sum_without_noise_is_not_believed_if_signed(tmp_path):
     asked_again(fleet, "device-4")
 
 
+@SIGNED
+def test_a_run_between_does_not_forget_a_signed_sum(tmp_path, keys):
+    """The device is asked in another run, which ends the sum that may have been finished, and then again."""
+    fleet = SecureFleet(tmp_path, 5, method=SUMMED, keys=keys, min_in_sum=4)
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(lost=[(CHECK, name) for name in fleet.names])
+    fleet.contract.run = "other"
+    asked_again(fleet, "device-0")
+    fleet.contract.run = "sums"
+    with pytest.raises(SumRefusedError, match="or may be; without noise"):
+        asked_again(fleet, "device-0", nonce=10)
+
+
 @pytest.mark.parametrize("end", ["conflict", "expired"])
 def test_a_sum_without_noise_that_ended_after_input_counts(tmp_path, end):
     fleet = SecureFleet(tmp_path, 5, method=SUMMED, min_in_sum=4)

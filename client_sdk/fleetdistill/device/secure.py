@@ -261,7 +261,7 @@ class SecureSums:
             if self._sessions.outcome_of(sid) is not None:
                 raise SumRefusedError("this sum has ended for this device")
             if config.guarantee is None:
-                self._check_first(contract.run, config)
+                self._check_first(contract.run)
             session = self._freeze(sid, parameters, ask.round, rows, contract.run, config)
             if config.guarantee is not None:
                 self._check_budget(session, config.guarantee)
@@ -311,7 +311,7 @@ class SecureSums:
         )
         earlier = self._sessions.unfinished()
         same = earlier is not None and (earlier.run, earlier.rows) == (run, content)
-        is_paid = same and not self._may_be_finished(earlier, config)
+        is_paid = same and not self._may_be_finished(earlier)
         width = parameters.width
         session = SecureSession(
             sid=sid,
@@ -323,26 +323,27 @@ class SecureSums:
             rows=content,
             paid_by=earlier.paid_by if earlier is not None and is_paid else sid,
             has_noise=config.guarantee is not None,
+            is_signed=config.signs_keys,
             began=self._now(),
         )
         self._sessions.begin(session)
         return session
 
-    def _may_be_finished(self, earlier: SecureSession | None, config: SumSettings) -> bool:
+    def _may_be_finished(self, earlier: SecureSession | None) -> bool:
         """Returns whether an earlier sum may contain this device although it does not know of it.
 
         With unsigned keys, the server's word that the sum was not finished is believed.
         """
-        return earlier is not None and config.signs_keys and self._sessions.steps(earlier).has_input
+        return earlier is not None and earlier.is_signed and self._sessions.steps(earlier).has_input
 
-    def _check_first(self, run: str, config: SumSettings) -> None:
+    def _check_first(self, run: str) -> None:
         """Checks that no sum without noise of a run contains this device: the difference of two would be its part.
 
         Raises:
             SumRefusedError: One does, or may.
         """
         earlier = self._sessions.unfinished()
-        may_be = earlier is not None and earlier.run == run and self._may_be_finished(earlier, config)
+        may_be = earlier is not None and earlier.run == run and self._may_be_finished(earlier)
         if may_be or self._sessions.is_in_sum(run):
             raise SumRefusedError(
                 "this device is in a sum of this run, or may be; without noise, a second one could show its part"

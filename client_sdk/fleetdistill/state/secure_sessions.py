@@ -45,6 +45,7 @@ class SecureSession:
         paid_by: Id of the sum whose release in the privacy ledger counts for this one: its own, or that of an earlier
             sum which was not finished.
         has_noise: Whether its release is in the privacy ledger once the device has sent its masked numbers.
+        is_signed: Whether the devices signed their keys, so that the server's word is not believed.
         began: Unix time in seconds.
     """
 
@@ -57,6 +58,7 @@ class SecureSession:
     rows: str
     paid_by: bytes
     has_noise: bool
+    is_signed: bool
     began: float
 
 
@@ -187,7 +189,7 @@ class SecureSessions:
             "run": session.run,
             "round": session.round,
             "outcome": outcome,
-            "is_in_sum": steps.has_input and outcome != NOT_COUNTED,
+            "is_in_sum": steps.has_input and (session.is_signed or outcome != NOT_COUNTED),
             "is_charged": steps.has_input and session.has_noise,
             "digests": digests,
         }
@@ -242,6 +244,7 @@ def _session_of(saved: Mapping[str, Any]) -> SecureSession:
         rows=str(saved["rows"]),
         paid_by=bytes.fromhex(saved["paid_by"]),
         has_noise=bool(saved["has_noise"]),
+        is_signed=bool(saved["is_signed"]),
         began=float(saved["began"]),
     )
 
