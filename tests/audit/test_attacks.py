@@ -228,13 +228,16 @@ def test_more_devices_in_a_sum_link_less_on_average() -> None:
 
 
 def test_sums_are_read_from_the_servers_state() -> None:
-    """Two sums in a state, one of which has no noise; a device in none of them is in none."""
+    """Two sums in a state, one of which has no noise; a device of a forgotten sum is in none."""
 
     def part(count: float, mu: float) -> list[Any]:
         numbers = {"counts": [count, 0.0], "sums": [[1.0], [0.0]], "second_moment": [2.0]}
         return [{name: torch.tensor(one) for name, one in numbers.items()} | {"mu": mu, "discrete": True}, ""]
 
-    state = {"parts": {"x": part(3, mu=0.5), "y": part(4, mu=0.0)}, "members": {"b": "y", "c": "x", "a": "x"}}
+    state = {
+        "parts": {"x": part(3, mu=0.5), "y": part(4, mu=0.0)},
+        "members": {"b": "y", "c": "x", "a": "x", "d": "gone"},
+    }
     first, second = sums_of(state)
     assert (first.devices, first.part.counts.tolist(), first.part.mu) == (("a", "c"), [3, 0], 0.5)
     assert (second.devices, second.part.counts.tolist(), second.part.mu) == (("b",), [4, 0], 0)

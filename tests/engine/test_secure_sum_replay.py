@@ -83,7 +83,7 @@ class Fleet:
         assert row.status == "finished"
         state: Any = unpack_state(self.store.blobs.get_state(row.checkpoint))
         ((name, (part, _)),) = state["parts"].items()
-        (sid,) = (one for one in self.frozen if one.hex().startswith(name))
+        (sid,) = (one for one in self.frozen if one.hex().startswith(name.removeprefix("sum ")))
         members = [self.frozen[sid][device] for device in state["members"]]
         assert len(members) == DEVICES
         assert {item.status for item in self.store.asks.uploads(RUN)} <= {"used", "reported"}  # of short rounds

@@ -74,10 +74,9 @@ def sums_of(state: Mapping[str, Any]) -> list[DeviceSum]:
     for device, name in sorted(state["members"].items()):
         members.setdefault(name, []).append(device)
     result = []
-    for name, devices in members.items():
-        part, _ = state["parts"][name]
+    for name, (part, _) in state["parts"].items():  # devices of a forgotten sum may be members of none
         arrays = {item: part[item].numpy() for item in ("counts", "sums", "second_moment")}
-        result.append(DeviceSum(tuple(devices), ClassSums(**arrays, mu=part["mu"], discrete=part["discrete"])))
+        result.append(DeviceSum(tuple(members[name]), ClassSums(**arrays, mu=part["mu"], discrete=part["discrete"])))
     return result
 
 

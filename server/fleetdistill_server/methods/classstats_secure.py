@@ -24,7 +24,6 @@ from fleetdistill.knowledge.secure import (
     SIGNATURE_BYTES,
     SIGNED_KEYS_BYTES,
 )
-from fleetdistill.methods.classstats.shared_statistics import merge
 from fleetdistill.methods.classstats_private.sums import RowSums, from_wire, to_wire
 from fleetdistill.methods.classstats_secure.config import (
     CERTIFICATES,
@@ -43,7 +42,7 @@ from fleetdistill.secure.session import PRIVATE, Parameters, session_threshold
 from fleetdistill.training.model import fingerprint
 from fleetdistill.wire.codec import encode
 from fleetdistill_server.methods.base import Needs
-from fleetdistill_server.methods.classstats.merge import Merged, MergeRules
+from fleetdistill_server.methods.classstats.merge import Merged, MergeRules, merge_moments
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
 from fleetdistill_server.methods.classstats_private.server import ClassStatsPrivateServer
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes, PayloadFor
@@ -79,7 +78,7 @@ class SumServer(ClassStatsServer):
     @classmethod
     def needs(cls, config: Any) -> Needs:
         """Requires the devices of a first sum, and a common extractor if the run names one."""
-        return replace(super().needs(config), min_devices=max(MIN_IN_SUM, config.min_in_sum))
+        return replace(super().needs(config), min_devices=config.min_devices)
 
     @classmethod
     def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
@@ -108,34 +107,51 @@ class SumServer(ClassStatsServer):
     # --- rounds
 
     async def _collect_statistics(self, cohort: Cohort, asked: Sequence[str]) -> None:
-        """Makes a sum of the devices that are in none yet, if they are enough; the others wait for company.
+        """Makes sums of the devices that are in none yet, if they are enough; the others wait for company.
 
-        A first sum that fails makes the round short; later, the other devices get the class space without it.
+        If none of the first sums is made, the round is short; later, the other devices get the class space without it.
         """
         lacking = [device for device in asked if device not in self._members and self.deliveries.is_askable(device)]
-        lacking = lacking[: self.config.max_in_sum]
-        needed = self._needed(len(lacking))
-        try:
-            if len(lacking) < needed:
-                raise QuorumNotReached(KEYS, len(lacking), needed)
-            await self._sum(cohort, lacking)
-        except (QuorumNotReached, SecureSumError) as error:
-            if lacking and self._parts and len(lacking) < needed:
-                text = f"{counted(len(lacking), 'new device')} must wait for a sum of at least {needed}"
-                cohort.event("waiting-for-batch", text, once=True)
-            elif lacking:
-                text = f"no sum of {len(lacking)} devices: {error}; nothing of them is known"
-                cohort.event("secure-sum-failed", f"{text}. The events late and declined of this round say why")
-            if not self._parts:
-                raise error if isinstance(error, QuorumNotReached) else QuorumNotReached(UNMASK, 0, needed) from error
+        failure, sizes = None, list[int]()
+        for number, group in enumerate(self._groups(lacking, cohort)):
+            needed = self._needed(len(group))
+            try:
+                if len(group) < needed:
+                    raise QuorumNotReached(KEYS, len(group), needed)
+                sizes.append(await self._sum(cohort, group, number))
+            except (QuorumNotReached, SecureSumError) as error:
+                failure = error if isinstance(error, QuorumNotReached) else QuorumNotReached(UNMASK, 0, needed)
+                if group and self._parts and len(group) < needed:
+                    text = f"{counted(len(group), 'new device')} must wait for a sum of at least {needed}"
+                    cohort.event("waiting-for-batch", text, once=True)
+                elif group:
+                    text = f"no sum of {len(group)} devices: {error}; nothing of them is known"
+                    cohort.event("secure-sum-failed", f"{text}. The events late and declined of this round say why")
+        if failure is not None and not self._parts:
+            raise failure
+        if sizes:
+            cohort.report("secure_sum_devices", min(sizes))
+            self.merge_parts(cohort)
+            self.check_merge()
+
+    def _groups(self, devices: Sequence[str], cohort: Cohort) -> list[list[str]]:
+        """Returns the devices in random groups that are large enough for sums; in one if they are too few for more."""
+        count = max(1, min(self.config.groups, len(devices) // max(MIN_IN_SUM, self.config.min_in_sum)))
+        order = torch.randperm(len(devices), generator=cohort.generator("groups of secure sums")).tolist()
+        drawn = [devices[index] for index in (order if count > 1 else range(len(devices)))]
+        return [sorted(drawn[group::count][: self.config.max_in_sum]) for group in range(count)]
 
     def _needed(self, asked: int) -> int:
         return max(MIN_IN_SUM, self.config.fewest(asked))
 
-    async def _sum(self, cohort: Cohort, devices: Sequence[str]) -> None:
-        """Makes a sum of devices, and merges it. Raises QuorumNotReached or SecureSumError."""
+    async def _sum(self, cohort: Cohort, devices: Sequence[str], number: int) -> int:
+        """Makes a round's n-th sum, of these devices, and returns how many are in it.
+
+        Raises:
+            QuorumNotReached, SecureSumError: There is no sum.
+        """
         parameters = self.config.parameters_for(len(devices), self.context.classes, self.fixed.dimensions)
-        nonce = torch.randint(256, (32,), generator=cohort.generator("secure sum"), dtype=torch.uint8)
+        nonce = torch.randint(256, (32,), generator=cohort.generator(f"secure sum {number}"), dtype=torch.uint8)
 
         def ask(step: str, payload: PayloadFor, *, to: Sequence[str]) -> AsyncIterator[DeviceAnswer]:
             return self.deliveries.ask(cohort, step, payload, to=to, quorum=0.0)
@@ -151,8 +167,7 @@ class SumServer(ClassStatsServer):
         )
         result = await session.sum(devices)
         self._take(result, parameters, cohort)
-        self.merge_parts(cohort)
-        self.check_merge()
+        return len(result.devices)
 
     def _take(self, result: SecureSum, parameters: Parameters, notes: Notes) -> None:
         """Adds a sum to the parts of the merge. Raises SecureSumError if it cannot be one."""
@@ -162,7 +177,7 @@ class SumServer(ClassStatsServer):
         if reason := why_implausible(sums, parameters):
             notes.event("implausible-sum", f"the sum of {len(result.devices)} devices is thrown away: {reason}")
             raise SecureSumError(reason)
-        devices, name = len(result.devices), result.sid.hex()[:16]
+        devices, name = len(result.devices), f"sum {result.sid.hex()[:16]}"
         self._parts[name] = (self.part_of(sums, parameters, devices), "")
         self._members |= dict.fromkeys(result.devices, name)
         dropped = {step: len(ids) for step, ids in result.dropped.items()}
@@ -171,7 +186,6 @@ class SumServer(ClassStatsServer):
         notes.event(
             "secure-sum", f"{text}{f'; dropped out: {lost}' if lost else ''} (not yet reviewed by a cryptographer)"
         )
-        notes.report("secure_sum_devices", devices)
         notes.report("secure_sum_threshold", session_threshold(devices, parameters.degree))
 
     def _digest(self) -> bytes:
@@ -192,7 +206,7 @@ class SumServer(ClassStatsServer):
 
     def merged(self, parts: Mapping[str, Any], rules: MergeRules, notes: Notes) -> Merged:
         """Merges the sums; all devices of a sum are counted or none."""
-        moments, counted, left_out = self.merged_sums(parts, rules, notes)
+        moments, counted, left_out = self.merged_sums(parts, rules, _OfSums(notes))
         labels = {device: counted[name] for device, name in self._members.items() if name in counted}
         return moments, labels, left_out
 
@@ -296,10 +310,7 @@ class ClassStatsSummedServer(SumServer):
 
     def merged_sums(self, parts: Mapping[str, Any], rules: MergeRules, notes: Notes) -> Merged:
         """Merges the sums' moments exactly."""
-        moments = {name: moments_of_sums(from_wire(part)) for name, part in sorted(parts.items())}
-        known = {name: one for name, one in moments.items() if one.labels}
-        counted = {name: list(one.labels) for name, one in known.items()}
-        return merge(known.values()) if known else None, counted, {}
+        return merge_moments(parts, rules, notes, lambda part: moments_of_sums(from_wire(part)))
 
     def labels_of(self, part: Any) -> Sequence[int]:
         """Returns all classes: a sum has numbers of every class."""
@@ -307,6 +318,17 @@ class ClassStatsSummedServer(SumServer):
 
     def _free(self, devices: Sequence[str]) -> None:
         """Keeps the devices out of further sums."""
+
+
+class _OfSums:
+    """Notes of a merge whose parts are sums: no event of it is one device's."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self.guard, self.report, self.generator = notes.guard, notes.report, notes.generator
+
+    def event(self, kind: str, text: str, device: str = "", *, once: bool = False) -> None:
+        self._notes.event(kind, text, once=once)
 
 
 def why_implausible(sums: RowSums, parameters: Parameters) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -297,6 +298,72 @@ def test_a_restored_server_goes_on_with_exact_sums():
     assert again.merge_name == server.merge_name
 
 
+# --- groups
+
+
+@pytest.mark.parametrize("method", ["classstats_secure", SUMMED])
+def test_groups_form_separate_sums_at_random(method):
+    names = "abcdefghijkl"
+    server, fleet = make_server(method, groups=3), devices(names, method=method, groups=3)
+    (cohort,) = play(server, fleet)
+    sums = members_of(server)
+    parts = {key: {name for name in sums if sums[name] == key} for key in set(sums.values())}
+    assert sorted(len(members) for members in parts.values()) == [4, 4, 4]
+    assert set().union(*parts.values()) == set(names)
+    assert set("abcd") not in parts.values(), "not by id"
+    assert cohort.kinds.count("secure-sum") == 3
+    assert (cohort.figures["secure_sum_devices"], cohort.figures["secure_sum_threshold"]) == (4, 3)
+    assert {accuracy(half) for half in fleet.values()} == {1.0}
+
+
+def test_too_few_devices_form_fewer_groups():
+    server, fleet = make_server(SUMMED, groups=3), devices("abcdefghijklmno", method=SUMMED, groups=3)
+    play(server, {name: fleet[name] for name in "abcdefghi"})
+    play(server, {name: fleet[name] for name in "abcdefghijklm"}, completed=1)
+    assert sorted(members_of(server)) == list("abcdefghijklm")
+    assert len(set(members_of(server).values())) == 4
+
+
+def test_one_group_that_fails_leaves_the_others_sums():
+    server, fleet = make_server(SUMMED, groups=3), devices("abcdefghi", method=SUMMED, groups=3)
+    (cohort,) = play(server, fleet, silent=[(INPUT, "c")])
+    assert sorted(cohort.kinds) == ["secure-sum", "secure-sum", "secure-sum-failed"]
+    assert len(members_of(server)) == 6
+    others = set(fleet) - members_of(server).keys() - {"c"}
+    assert {accuracy(fleet[name]) for name in others} == {1.0}, "they learn without being counted"
+
+
+@pytest.mark.parametrize("method", ["classstats_secure", SUMMED])
+def test_a_hostile_devices_group_is_left_out(method):
+    """Its many rows with turned labels shift the whole sum, which the tests of hostile devices find."""
+    noise = {"epsilon": 20.0} if method == "classstats_secure" else {}
+    settings: dict[str, Any] = {"groups": 4, "robust": "gross", **noise}
+    server, fleet = make_server(method, **settings), devices("abcdefghijkl", method=method, **settings)
+    data = images(ord("c"), 20 * ROWS)
+    turned = TensorData(data.inputs, (data.labels + 1) % CLASSES)
+    half = fleet["c"]
+    fleet["c"] = type(half)(half.config, replace(half.local, data=turned))
+    (cohort,) = play(server, fleet)
+    assert len(members_of(server)) == 12
+    counted = {name for name in fleet if cohort.sent(name, "learn")[0]["plan"].values["counted"]}  # type: ignore[attr-defined]
+    assert len(counted) == 9
+    assert "c" not in counted
+    (left_out,) = [event for event in cohort.events if event.kind == "summary-left-out"]
+    assert left_out.text.startswith("sum ")
+    assert not left_out.device
+    assert accuracy(fleet["a"]) == 1.0
+
+
+def test_groups_share_the_noise_of_their_own_sum_only():
+    config, one = config_of(groups=4), config_of()
+    assert config.device_mu(20) == one.device_mu(5) == pytest.approx(one.guarantee.mu * math.sqrt(4))
+    assert server_class("classstats_secure").needs(config).min_devices == 12
+    server = make_server(groups=3)
+    (cohort,) = play(server, devices("abcdefghijkl", groups=3))
+    expected = ROWS * 12 * one.guarantee.mu * math.sqrt(3 / 12)
+    assert cohort.figures["strength"] == pytest.approx(expected, rel=0.06)
+
+
 # --- settings
 
 
@@ -316,6 +383,9 @@ def test_a_restored_server_goes_on_with_exact_sums():
         ({"exact": False}, "exact must be true"),
         ({"robust": "gross"}, "robust must be 'off'"),
         ({"count_cap": 3.0}, "count_cap 0"),
+        ({"robust": "gross", "groups": 2}, "set groups to 3 or more"),
+        ({"groups": 0}, "groups must be >= 1"),
+        ({"groups": 101}, "groups"),
     ],
 )
 def test_settings_that_cannot_be(settings, says):

@@ -32,6 +32,9 @@ _AGAINST = {
 }
 MAX_ROWS = (1 << 20, 1 << 24)
 RULE = "rule"
+MIN_TESTED = 3
+"""Fewest sums that can be tested: of two that differ, neither can be identified as wrong."""
+_MAX_GROUPS = 100
 GRID_BITS, COUNT_BITS = 16, 10
 """With noise, a row's numbers are multiples of 2^-16, its count of 2^-10: a device's noise has at least 4 steps."""
 PLAIN_GRID_BITS, CLIP_BITS = 8, 5
@@ -50,6 +53,8 @@ class SumSettings(SpaceConfig):
             others refuse. The devices trust only the key that their app was built with.
         min_in_sum: q, fewest devices in a sum, in [3, 1000], or 0 for the rule: more than two thirds of those asked.
         max_in_sum: Most devices in a sum, in [3, 1000]; further ones are in the next sum.
+        groups: G, number of sums that the devices of a round form, at random, in [1, 100]; fewer if there are too few
+            devices. From 3 on, `robust` can test the sums. With noise, the merge has sqrt(G) times that of one sum.
         max_rows: Most rows in a sum, 2^20 or 2^24. With noise, more of them make the sum wrong, not less private;
             without, a device with more than its part of them, max_rows / max_in_sum, is in no sum.
     """
@@ -60,6 +65,7 @@ class SumSettings(SpaceConfig):
     roster_key: str = ""
     min_in_sum: int = 0
     max_in_sum: int = MAX_IN_SUM
+    groups: int = 1
     max_rows: int = MAX_ROWS[0]
 
     def _check_keys(self) -> None:
@@ -83,10 +89,17 @@ class SumSettings(SpaceConfig):
             raise ConfigurationError(
                 f"participation_ratio must be 1, got {self.participation_ratio!r}: a sum asks all new devices"
             )
-        if self.robust != "off" or self.count_cap:
+        check_range("groups", self.groups, 1, _MAX_GROUPS + 1)
+        if self.groups < MIN_TESTED and (self.robust != "off" or self.count_cap):
             raise ConfigurationError(
-                "robust must be 'off' and count_cap 0: in a secure sum the server can test no single device"
+                "robust must be 'off' and count_cap 0: in a secure sum the server can test no single device; set "
+                f"groups to {MIN_TESTED} or more, and it tests their sums"
             )
+
+    @property
+    def min_devices(self) -> int:
+        """Fewest devices with which there is a sum of each group."""
+        return self.groups * max(MIN_IN_SUM, self.min_in_sum)
 
     def fewest(self, asked: int) -> int:
         """Returns q, the fewest devices in a sum of which `asked` devices are asked."""
@@ -186,7 +199,7 @@ class ClassStatsSecureConfig(ClassStatsPrivateConfig, SumSettings):
 
     def device_mu(self, devices: int) -> float:
         """Returns mu sqrt(m): the sum of n devices has mu sqrt(m / n), which n devices with mu sqrt(m) would have."""
-        return self.guarantee.mu * math.sqrt(self.honest(devices))
+        return self.guarantee.mu * math.sqrt(self.honest(devices // self.groups))
 
 
 @dataclass(frozen=True, kw_only=True)

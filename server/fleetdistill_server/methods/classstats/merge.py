@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from fleetdistill.knowledge import Array, SharedStatistics
+from fleetdistill.knowledge import Array
 from fleetdistill.methods.classstats.shared_statistics import Moments, from_wire, merge
 from fleetdistill_server.methods.classstats.robust import MAX_ROWS, DeviceStatistics, Fleet, LeftOut, capped, screen
 from fleetdistill_server.methods.cohort import Notes
@@ -48,22 +49,25 @@ def note_left_out(left_out: LeftOutReasons, notes: Notes, devices: Collection[st
             notes.event("summary-left-out", text, device)
 
 
-def merge_moments(parts: Mapping[str, SharedStatistics], rules: MergeRules, notes: Notes) -> Merged:
+def merge_moments(
+    parts: Mapping[str, Any], rules: MergeRules, notes: Notes, moments_of: Callable[[Any], Moments] = from_wire
+) -> Merged:
     """Merges statistics with one shared covariance, exactly: N, M and S of docs/reference/methods/classstats.md.
 
     Args:
-        parts: Statistics by device id.
+        parts: Statistics by device id, or by the name of a secure sum.
         rules: Tests and limits for the statistics.
-        notes: Receives events about classes of a single device, and about statistics that are left out or capped.
+        notes: Receives events about statistics that are left out or capped.
+        moments_of: Returns the moments of a part; called twice for each, so that one at a time is in memory.
 
     Returns:
         The merge, or None if no class remains; for each device its classes in the merge; and the reasons for
         statistics that are left out.
     """
-    fleet = {device: _statistics_of(part) for device, part in sorted(parts.items()) if part.labels}
-    kept, left_out = _screen(fleet, rules, notes)
+    fleet = {device: _statistics_of(moments_of(part)) for device, part in sorted(parts.items())}
+    kept, left_out = _screen({device: one for device, one in fleet.items() if one.labels}, rules, notes)
     counted = {device: list(one.labels) for device, one in kept.items()}
-    moments = (_moments_of(from_wire(parts[device]), one) for device, one in kept.items())
+    moments = (_moments_of(moments_of(parts[device]), one) for device, one in kept.items())
     return merge(moments) if kept else None, counted, left_out
 
 
@@ -87,26 +91,12 @@ def _screen(fleet: Fleet, rules: MergeRules, notes: Notes) -> tuple[Fleet, LeftO
         text = f"{reason.device}: {reason.reason}; its statistics of {what} are left out of the merge"
         left_out.setdefault(reason.device, []).append(text)
     note_left_out(left_out, notes)
-    _note_single_classes([item.labels for item in kept.values()], notes)
     return kept, left_out
 
 
-def _statistics_of(part: SharedStatistics) -> DeviceStatistics:
-    counts, means, variances = part.counts, part.means, part.variances
-    assert counts is not None
-    assert means is not None
-    assert variances is not None
-    trace = float(variances.astype(np.float64).sum())
-    if part.directions is not None and part.steps is not None:
-        lengths = np.square(part.directions.astype(np.float64)).sum(axis=1)
-        trace += float((lengths * np.square(part.steps.astype(np.float64))).sum())
-    order = np.argsort(part.labels)
-    return DeviceStatistics(
-        labels=tuple(part.labels[item] for item in order),
-        counts=counts[order].astype(np.int64),
-        means=means[order],
-        trace=trace,
-    )
+def _statistics_of(moments: Moments) -> DeviceStatistics:
+    trace = float(np.trace(moments.covariance)) if moments.labels else 0.0
+    return DeviceStatistics(labels=moments.labels, counts=moments.counts, means=moments.means, trace=trace)
 
 
 def _moments_of(moments: Moments, kept: DeviceStatistics) -> Moments:
@@ -127,7 +117,8 @@ def note_no_class(device: str, labels: Sequence[int], min_samples: int, notes: N
         notes.event("no-class-sent", text, device)
 
 
-def _note_single_classes(labels_of_devices: Sequence[Sequence[int]], notes: Notes) -> None:
+def note_single_classes(labels_of_devices: Collection[Sequence[int]], notes: Notes) -> None:
+    """Adds an event for classes of which only one device has sent statistics that are in the merge."""
     devices = Counter(label for labels in labels_of_devices for label in labels)
     if single := sorted(label for label, count in devices.items() if count < 2):
         notes.event("class-of-one-device", f"classes {single} come from one device each; they are used")

@@ -47,6 +47,7 @@ from fleetdistill_server.methods.classstats.merge import (
     merge_moments,
     note_left_out,
     note_no_class,
+    note_single_classes,
 )
 from fleetdistill_server.methods.classstats.robust import trusted_centres
 from fleetdistill_server.methods.cohort import Cohort, Notes
@@ -293,7 +294,9 @@ class ClassStatsServer(ServerMethod):
 
     def merged(self, parts: Mapping[str, Any], rules: MergeRules, notes: Notes) -> Merged:
         """Returns the merge of the devices' statistics; see `merge_moments`."""
-        return merge_moments(parts, rules, notes)
+        result = merge_moments(parts, rules, notes)
+        note_single_classes(result[1].values(), notes)
+        return result
 
     def space_of(self, moments: Moments, notes: Notes) -> ClassSpace:
         """Returns the class space of a merge. Raises KnowledgeError if there is none."""
