@@ -52,6 +52,8 @@ from fleetdistill_server.texts import counted
 
 DEVICES_IN_TABLE = 10
 """Devices of a sum for which tables show bytes."""
+_NAMED = 5
+"""Devices that an event names."""
 CERTIFICATE_IN_TABLE = 400
 """Bytes of a device's certificate for which tables show bytes."""
 _KEYS = {
@@ -180,9 +182,8 @@ class SumServer(ClassStatsServer):
         devices, name = len(result.devices), f"sum {result.sid.hex()[:16]}"
         self._parts[name] = (self.part_of(sums, parameters, devices), "")
         self._members |= dict.fromkeys(result.devices, name)
-        dropped = {step: len(ids) for step, ids in result.dropped.items()}
         text = f"the sum of {devices} devices is made in {result.seconds:.1f} s, without knowing one device's part"
-        lost = ", ".join(f"{count} at {step}" for step, count in dropped.items())
+        lost = "; ".join(f"{_first(ids)} at {step}" for step, ids in result.dropped.items())
         notes.event(
             "secure-sum", f"{text}{f'; dropped out: {lost}' if lost else ''} (not yet reviewed by a cryptographer)"
         )
@@ -318,6 +319,12 @@ class ClassStatsSummedServer(SumServer):
 
     def _free(self, devices: Sequence[str]) -> None:
         """Keeps the devices out of further sums."""
+
+
+def _first(devices: Sequence[str]) -> str:
+    """Returns the names of devices, of many the first ones."""
+    more = f" and {len(devices) - _NAMED} more" if len(devices) > _NAMED else ""
+    return ", ".join(devices[:_NAMED]) + more
 
 
 class _OfSums:

@@ -123,8 +123,14 @@ def test_the_sum_goes_on_without_a_device(step):
     server, fleet = make_server(min_in_sum=4), devices(min_in_sum=4)
     (cohort,) = play(server, fleet, silent=[(step, "c")])
     assert set(members_of(server)) == set("abcde") - (set() if step == UNMASK else {"c"})
-    assert f"dropped out: 1 at {step}" in cohort.events[0].text
+    assert f"dropped out: c at {step}" in cohort.events[0].text
     assert accuracy(fleet["a"]) == 1.0
+
+
+def test_the_event_names_the_first_of_many_that_dropped_out():
+    names = "abcdefghijklmnopqrstu"
+    (cohort,) = play(make_server(SUMMED), devices(names, 40, SUMMED), silent=[(INPUT, name) for name in names[:6]])
+    assert "dropped out: a, b, c, d, e and 1 more at secure_input" in cohort.events[0].text
 
 
 @pytest.mark.parametrize("step", [KEYS, SHARES, INPUT, UNMASK])
