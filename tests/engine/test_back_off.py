@@ -83,6 +83,17 @@ class Turns:
         """Devices in this process need no wake-up."""
 
 
+def decline_before(device: Device, number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device answers no ask before a round, and declines none at the server."""
+    handler = device._handler
+    handle = handler.handle
+
+    def handle_from_then_on(ask: service_pb2.Ask, terms: service_pb2.CheckInResponse) -> tuple[Step, float]:
+        return handle(ask, terms) if ask.round >= number else (Step.DECLINED, 0.0)
+
+    monkeypatch.setattr(handler, "handle", handle_from_then_on)
+
+
 @pytest.mark.parametrize("method", long_except(EVERY_METHOD, "classstats", "fedavg", "feddkc"))
 def test_a_device_that_never_answers_is_asked_ever_less_often(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -94,7 +105,7 @@ def test_a_device_that_never_answers_is_asked_ever_less_often(
     api = DeviceApi(store)
     with ExitStack() as stack:
         *honest, silent = (stack.enter_context(make_device(spec, MemoryLink(api))) for spec in specs)
-        monkeypatch.setattr(silent._handler, "handle", lambda ask, terms: (Step.DECLINED, 0.0))
+        decline_before(silent, float("inf"), monkeypatch)
         asyncio.run(Engine(store, config, Turns(store, honest, silent, clock)).run())
     rounds = store.runs.rounds(RUN)
     assert [row.status for row in rounds] == ["closed"] * ROUNDS
@@ -121,12 +132,7 @@ def test_device_without_which_no_sum_is_made_is_always_asked(tmp_path: Path, mon
     store.asks.clock = clock.clock()
     with ExitStack() as stack:
         *honest, silent = (stack.enter_context(make_device(spec, MemoryLink(DeviceApi(store)))) for spec in specs)
-        handle = silent._handler.handle
-
-        def handle_from_round_5(ask: service_pb2.Ask, terms: service_pb2.CheckInResponse) -> tuple[Step, float]:
-            return handle(ask, terms) if ask.round >= 5 else (Step.DECLINED, 0.0)
-
-        monkeypatch.setattr(silent._handler, "handle", handle_from_round_5)
+        decline_before(silent, 5, monkeypatch)
         asyncio.run(Engine(store, config, Turns(store, honest, silent, clock)).run())
     rounds = store.runs.rounds(RUN)
     assert [row.status for row in rounds] == ["short"] * 4 + ["closed"]
