@@ -68,6 +68,16 @@ def test_a_private_run_is_told_how_many_rows_a_device_needs(tmp_path: Path) -> N
     assert f"{sentence}; with 4 devices, about 708 rows a device would do" in said
 
 
+@pytest.mark.parametrize(("given", "missing"), [("", True), ("ab" * 32, False)])
+def test_secure_sums_are_told_what_they_do_not_have(tmp_path: Path, given: str, missing: bool) -> None:
+    settings = {"method_keys": "roster", "method_roster_key": given}
+    code, said = check(write(tmp_path, run_method="classstats_summed", run_rounds=1, run_min_devices=4, **settings))
+    assert code == 0, said
+    assert "no guarantee for a row: the sums have no noise" in said
+    text = "roster_key is not set: one device that the roster has not endorsed lets every sum fail"
+    assert (text in said) == missing
+
+
 def test_a_file_that_is_right_is_told_in_a_few_lines(tmp_path: Path) -> None:
     path = write(tmp_path, run_rounds=3, evaluation_data=evaluation_file(tmp_path, (20, 1, 8, 8)))
     code, said = check(path)

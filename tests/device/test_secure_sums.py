@@ -898,12 +898,14 @@ def test_terms_name_the_least_that_vouches_for_keys(tmp_path, terms, has, takes_
         (
             {"signer": signer_of("device-0")},
             "unsigned",
-            "this device takes part in sums with keys = 'roster', this one has 'unsigned'",
+            "this device takes part in sums with keys = 'roster', this one has 'unsigned'; change keys in "
+            "run.toml, or in SecureTerms",
         ),
         (
             {"keys": "certificates"},
             "unsigned",
-            "this device takes part in sums with keys = 'certificates' or 'roster', this one has 'unsigned'",
+            "this device takes part in sums with keys = 'certificates' or 'roster', this one has 'unsigned'; change "
+            "keys in run.toml, or in SecureTerms",
         ),
         (
             {"keys": "certificates"},

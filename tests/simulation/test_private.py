@@ -70,7 +70,10 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
 @pytest.mark.parametrize("keys", ["certificates", "roster"])
 @pytest.mark.parametrize("link", ["memory", pytest.param("grpc", marks=[pytest.mark.slow, pytest.mark.long])])
 def test_simulated_devices_have_what_vouches_for_keys(tmp_path, link, keys):
-    settings = {**FLEET.settings, "keys": keys}
+    key = (
+        {"roster_key": "ab" * 32} if keys == "roster" else {}
+    )  # of the operator's roster; simulated devices have another
+    settings = {**FLEET.settings, "keys": keys, **key}
     report = simulate(replace(FLEET, method="classstats_secure", settings=settings, link=link, out=tmp_path))
     assert (report.mean_accuracy_fleet or 0.0) > 0.8
     with closing(Store.open(tmp_path / "work" / "store")) as store:
@@ -101,7 +104,11 @@ def test_a_hostile_device_that_flips_its_labels_is_named(tmp_path):
         ({"train_limit": 60}, r"20 rows on each of 3 devices are too few for the noise at epsilon 8; use at least \d+"),
         ({"method": "classstats"}, r"method classstats does not support epsilon; set method = .classstats_private."),
         ({"settings": {"epsilon": 50.0}}, r"epsilon must be in \[0.1, 20\], got 50.0"),
-        ({"hostile": 1, "attack": "scaled"}, "attack 'scaled' has no effect in a private simulation"),
+        ({"hostile": 1, "attack": "scaled"}, "attack 'scaled' has no effect with classstats_private, .*; use flips"),
+        (
+            {"method": "classstats_summed", "settings": {}, "devices": 3, "hostile": 1, "attack": "random"},
+            "attack 'random' has no effect with classstats_summed",
+        ),
     ],
 )
 def test_impossible_setting_is_refused_before_folder_is_changed(tmp_path, changes, says):

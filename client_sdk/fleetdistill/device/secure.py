@@ -138,7 +138,10 @@ def _keys_refused(keys: str, terms: SecureTerms) -> str:
     """Returns why sums with these keys are refused; empty if they are not."""
     if keys not in terms.accepted_keys:
         accepted = " or ".join(map(repr, terms.accepted_keys))
-        return f"this device takes part in sums with keys = {accepted}, this one has {keys!r}"
+        return (
+            f"this device takes part in sums with keys = {accepted}, this one has {keys!r}; change keys in run.toml, "
+            "or in SecureTerms"
+        )
     if keys == _KEYS[-1] and terms.signer is None:
         return "the sum needs keys of a roster, and this device has no SecureTerms(signer=...)"
     return ""

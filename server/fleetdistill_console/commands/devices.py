@@ -90,5 +90,5 @@ def devices_forget(
         f"{device} no longer takes part in run {run!r}; its data in the method's state and its payloads {when}. "
         "Its id, figures and byte counts remain in the run's history, and so does its influence on values that the "
         "method averaged or trained over several devices. Of a run with secure sums, the whole sum that contains the "
-        "device is deleted (event batch-forgotten), and the other devices in it need a new one. Backups are not changed"
+        "device is deleted (event batch-forgotten), and with it what the other devices gave. Backups are not changed"
     )

@@ -71,9 +71,9 @@ def check_settings(wanted: Simulation) -> None:
             f"hostile is {wanted.hostile} of {wanted.devices} devices and attack is {wanted.attack!r}; hostile must be "
             f"below devices, and attack one of {', '.join(ATTACKS)}"
         )
-    if wanted.hostile and wanted.configuration().guarantee is not None and wanted.attack != "flips":
+    if wanted.hostile and wanted.configuration().hides_rows and wanted.attack != "flips":
         raise ConfigurationError(
-            f"attack {wanted.attack!r} has no effect in a private simulation, because devices add the noise after it; "
+            f"attack {wanted.attack!r} has no effect with {wanted.method}, whose devices add noise or masks after it; "
             "use flips"
         )
     check_backend(wanted)

@@ -182,6 +182,7 @@ def summary(config: RunConfig) -> list[str]:
     return [
         f"run {run.name!r}: {_progress(config)}",
         *_privacy(config),
+        *_secure_sums(config),
         f"{run.method}, {rounds}, at least {counted(run.min_devices, 'device')} a round",
         ", ".join(f"{what}: {size}" for what, size in sizes.items()),
         _listens(config.server),
@@ -202,6 +203,17 @@ def _privacy(config: RunConfig) -> list[str]:
     devices = config.run.min_devices
     rows = rows_needed(devices, config.method_config().device_mu(devices))
     return [f"{guarantee.sentence}; with {devices} devices, about {rows:,} rows a device would do"]
+
+
+def _secure_sums(config: RunConfig) -> list[str]:
+    """Returns what the operator of secure sums should know; empty for other runs."""
+    settings = config.method_config()
+    if not settings.sums_securely:
+        return []
+    lines = [] if settings.guarantee else ["no guarantee for a row: the sums have no noise"]
+    if settings.keys == "roster" and not settings.roster_key:
+        lines.append("roster_key is not set: one device that the roster has not endorsed lets every sum fail")
+    return lines
 
 
 def _built(config: RunConfig):  # type: ignore[no-untyped-def]  # its type would import torch

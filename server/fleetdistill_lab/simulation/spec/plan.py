@@ -126,7 +126,7 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
                 "knowledge_type": wanted.knowledge_type,
             },
             "model": {"extractor": extractor, "server": server, "device": _device_model(wanted, data)},
-            "method": dict(wanted.settings),
+            "method": {name: value for name, value in wanted.settings.items() if name != "roster_key"},  # has its own
             "proxy": _proxy_section(wanted, data, work),
             "evaluation": _evaluation(wanted, work),
             "server": {
