@@ -181,6 +181,20 @@ def test_one_changed_bit_is_refused(authority: Authority, place: int, bit: int) 
         check(authority, bytes(endorsement), now=now_of(own))
 
 
+def test_a_signature_with_unused_bits_is_refused(authority: Authority) -> None:
+    """The library ignores them; the same certificate would have two forms."""
+    endorsement = b"1"
+    while endorsement[-1] & 1:  # a signature that ends with a bit of 0, as every other one
+        own = device_credentials(authority, "cam")
+        endorsement = certify(own.key, own.chain, KEY)
+    signature = x509.load_der_x509_certificate(endorsement[64:]).signature
+    changed = bytearray(endorsement)
+    changed[-len(signature) - 1] = 1
+    check(authority, endorsement, now=now_of(own))
+    with pytest.raises(WireError, match="its signature is not in whole bytes"):
+        check(authority, bytes(changed), now=now_of(own))
+
+
 @given(garbage=st.binary(max_size=2200))
 def test_no_bytes_raise_anything_else(authority: Authority, garbage: bytes) -> None:
     with pytest.raises(WireError):

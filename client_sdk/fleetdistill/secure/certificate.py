@@ -83,6 +83,8 @@ def check_certified(
         key, uris = certificate.public_key(), _uris(certificate)
     except _INVALID as error:
         raise WireError("it cannot be read") from error
+    if not der.endswith(b"\0" + certificate.signature):  # a bit string with unused bits is another form of the same
+        raise WireError("its signature is not in whole bytes")
     if not issued:
         raise WireError("it is not from a CA that this device trusts")
     if [uri for uri in uris if uri.startswith(_DEVICE_URI)] != [_DEVICE_URI + device_id]:
