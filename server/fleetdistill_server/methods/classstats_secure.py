@@ -234,11 +234,11 @@ class SumServer(ClassStatsServer):
         """Removes the whole sum that contains the device: a server that knows no part cannot subtract one."""
         self.deliveries.forget(device)
         name = self._members.pop(device, None)
-        if name is None:
+        if name is None or name not in self._parts:  # in no sum, or in one that was forgotten before
             return
         others = sorted(other for other, member in self._members.items() if member == name)
         self._free(others)
-        self._parts.pop(name, None)
+        del self._parts[name]
         text = f"the sum with {device} is removed, and with it {len(others)} other devices, {self.after_forgetting}"
         notes.event("batch-forgotten", text, device)
         self.merge_parts(notes)
