@@ -1,12 +1,17 @@
 """What a secure sum costs: bytes and CPU time of a device and of the server, and a fleet's sum over gRPC.
 
     python benchmarks/secure_sums.py cost --devices 5 10 100 1000
+    python benchmarks/secure_sums.py ring --devices 1000 10000
     python benchmarks/secure_sums.py grpc --devices 100
 
 `cost`: the device is the SDK's `SecureSums` with a state directory, the server `SumSession`, without link and store.
 The other devices' messages are valid, but cheap: boxes are sealed for the one device alone, pair masks between two
 survivors are left out, because they cancel, and shares are random numbers that give the secrets. The sum is checked
 against the plain sum, number for number. A device's bytes are headers and data of its payloads.
+
+`ring`: all devices of a ring compute all that they send, without state directories. A twentieth drops out, a third of
+them at each of `secure_shares`, `secure_input` and `secure_unmask`, and the sum is checked number for number. Bytes and
+CPU time of a device are means.
 
 `grpc`: `simulate --link grpc` with classstats_secure, and in the same run with classstats_private, of the same rows.
 Seconds of the sum are those of the event `secure-sum`. Linux only.
@@ -45,6 +50,7 @@ from fleetdistill.secure.primitives import (
     tag,
     to_bytes,
     verification_key,
+    wrap,
 )
 from fleetdistill.secure.session import (
     KeysEntry,
@@ -270,6 +276,95 @@ def print_costs(fleets: Sequence[int]) -> None:
                 )
 
 
+# --- a ring of whole devices
+
+
+def measured_ring(devices: int) -> tuple[Parameters, Costs]:
+    """Makes a sum in a ring, and returns its costs, means of a device. Raises RuntimeError if it is wrong."""
+    config = ClassStatsSecureConfig(epsilon=1.0, graph="ring", max_in_sum=devices)
+    parameters = config.parameters_for(devices, CLASSES, DIMENSIONS)
+    width, sid = parameters.width, session_id(RUN, 1, 1, NONCE, NONCE, parameters.pack())
+    names = [f"device-{index:05d}" for index in range(devices)]
+    random = np.random.default_rng(0)
+    bound = 2 ** (8 * width - 1) // devices
+    inputs = [wrap(random.integers(-bound, bound, parameters.numbers), width) for _ in names]
+    members = [Member(os.urandom(32), numbers, sid, width) for numbers in inputs]
+    indices = {name: index for index, name in enumerate(names)}
+    lost = set()
+    for number, step in enumerate((SHARES, INPUT, UNMASK)):
+        lost |= {(step, name) for name in names[number :: 3 * round(1 / DROPPED)]}
+    seen: list[_Seen] = [_Seen() for _ in names]
+    threshold, costs, outside = session_threshold(devices, parameters.degree), Costs(), 0.0
+    costs.device = dict.fromkeys((KEYS, SHARES, INPUT, UNMASK), 0.0)
+
+    def answer(index: int, step: str, asked: SecureMessage) -> Payload:
+        member, own = members[index], seen[index]
+        if step == KEYS:
+            return _packed("keys", member.keys_entry(names[index]))
+        if step == SHARES:
+            own.entries = {entry.index: entry.keys for entry in asked.entries if entry.index != index}
+            own.roster = asked.roster
+            boxes = member.boxes(index, own.entries, own.roster, threshold)
+            return _packed("boxes", b"".join(boxes[other] for other in sorted(boxes)), 80)
+        listed = unpack_members(asked.members, devices)
+        if step == INPUT:
+            senders = sorted(listed & own.entries.keys())
+            assert asked.boxes is not None
+            own.boxes = {other: row.tobytes() for other, row in zip(senders, asked.boxes, strict=True)}
+            return _packed("numbers", to_bytes(member.masked_numbers(index, own.entries, own.roster, own.boxes), width))
+        shares = member.unmasking_shares(index, own.entries, own.roster, threshold, own.boxes, listed)
+        return _packed("shares", b"".join(shares[other] for other in sorted(shares)), 32)
+
+    async def ask(step: str, payload: PayloadFor, *, to: Sequence[str]) -> AsyncIterator[DeviceAnswer]:
+        nonlocal outside
+        for name in to:
+            message = (payload(name) if callable(payload) else payload or {})["session"]
+            if (step, name) in lost:
+                continue
+            sent = encode({"session": message})
+            began = time.process_time()
+            result = answer(indices[name], step, message)
+            spent = time.process_time() - began
+            costs.device[step] += spent / devices
+            costs.down += sent.header_bytes + sent.data_bytes
+            costs.up += result.header_bytes + result.data_bytes
+            outside += spent
+            yield DeviceAnswer(name, 1, result)
+
+    session = SumSession(FakeCohort({}, number=1), ask, parameters, run=RUN, digest=NONCE, nonce=NONCE)
+    began = time.process_time()
+    result = asyncio.run(session.sum(names))
+    costs.server = time.process_time() - began - outside
+    costs.up, costs.down = costs.up // devices, costs.down // devices
+    plain = np.sum([inputs[indices[name]] for name in result.devices], axis=0, dtype=np.uint64)
+    if len(result.devices) != devices - 2 * len(names[:: 3 * round(1 / DROPPED)]) or not np.array_equal(
+        result.total, reduce(plain, width)
+    ):
+        raise RuntimeError("the secure sum is not the plain sum of its members")
+    return parameters, costs
+
+
+class _Seen:
+    """What a device has been told."""
+
+    entries: dict[int, bytes]
+    boxes: dict[int, bytes]
+    roster: bytes
+
+
+def print_rings(fleets: Sequence[int]) -> None:
+    """Prints the table of `ring`."""
+    print("| devices | neighbours | t | bytes up | bytes down | CPU ms of a device | of the server |")
+    print(f"|{'---|' * 7}")
+    for devices in fleets:
+        parameters, costs = measured_ring(devices)
+        print(
+            f"| {devices:,} | {parameters.degree} | {session_threshold(devices, parameters.degree)} | {costs.up:,} | "
+            f"{costs.down:,} | {1000 * sum(costs.device.values()):.1f} | {1000 * costs.server:,.0f} |",
+            flush=True,
+        )
+
+
 # --- over gRPC
 
 
@@ -336,11 +431,13 @@ def print_over_grpc(devices: int) -> None:
 def main() -> int:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cost", "grpc"], nargs="?", default="cost")
+    parser.add_argument("what", choices=["cost", "ring", "grpc"], nargs="?", default="cost")
     parser.add_argument("--devices", type=int, nargs="+")
     given = parser.parse_args()
     if given.what == "cost":
         print_costs(given.devices or (5, 10, 100, 1000))
+    elif given.what == "ring":
+        print_rings(given.devices or (1000, 10_000))
     else:
         for devices in given.devices or (100,):
             print_over_grpc(devices)

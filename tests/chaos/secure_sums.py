@@ -3,7 +3,8 @@
 python -m chaos.secure_sums --sessions 1000 --seed 1
 
 Each session has 3 to 12 devices with their state directories, every device is started anew for each ask, and keys are
-unsigned and of a roster in turns, with noise and without in pairs of sessions. A sum must equal the plain sum of its
+unsigned and of a roster in turns, with noise and without in pairs of sessions; every third unsigned one is a ring of 13
+to 24 devices. A sum must equal the plain sum of its
 members' frozen inputs, number for number, and be made exactly if enough devices were heard in every step. From all that
 the server has received, with or without a sum, it may not compute one device's input; a repeated ask must get the same
 bytes.
@@ -18,12 +19,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from support.secure_fleet import SecureFleet, Tamper, untouched
 
 from fleetdistill.errors import CannotAnswer, QuorumNotReached, SecureSumError
 from fleetdistill.knowledge import SecureMessage
+from fleetdistill.methods.classstats_secure.config import COMPLETE, RING
 from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, STEPS, UNMASK
 from fleetdistill.secure.primitives import lift
 from fleetdistill.secure.session import session_threshold
@@ -32,6 +35,8 @@ from fleetdistill.wire.codec import encode
 LOSSES = (0.0, 0.02, 0.06, 0.2)
 REPEATED = 0.1
 LOST = "the answer was lost"
+ALONE = "too few devices sent shares"
+"""Of a device in a ring whose neighbours are gone; it is no member then."""
 
 
 @dataclass
@@ -42,6 +47,7 @@ class Session:
         seed: Of the session.
         devices: Number of devices.
         keys: Who vouches for the devices' keys.
+        graph: Who exchanges shares with whom.
         method: classstats_secure or, without noise, classstats_summed.
         members: Number of devices in the sum; 0 without a sum.
         lost: Number of lost asks and answers.
@@ -52,6 +58,7 @@ class Session:
     seed: int
     devices: int
     keys: str
+    graph: str
     method: str
     members: int = 0
     lost: int = 0
@@ -94,16 +101,23 @@ class Weather:
         return [name for name in names if (step, name) not in self.lost_asks | self.lost_answers]
 
     def expected(self) -> list[str]:
-        """The members of the sum; none if too few devices are heard in a step."""
+        """The members of the sum, once it was tried; none if too few devices are heard in a step."""
         fleet = self._fleet
-        least = fleet.parameters().least
+        agreed, indices = fleet.parameters(), fleet.indices
         roster = self.heard(KEYS, fleet.names)
-        needed = session_threshold(len(roster), 0)
+        if len(roster) < agreed.least:
+            return []
+        needed = session_threshold(len(roster), agreed.degree)
         shared = self.heard(SHARES, roster)
-        members = self.heard(INPUT, shared)
+
+        def holders(name: str, present: list[str]) -> int:
+            return sum(indices[other] in fleet.holders[name] for other in present)
+
+        members = [name for name in self.heard(INPUT, shared) if holders(name, shared) >= needed]
         signed = self.heard(CHECK, members) if fleet.config.signs_keys else members
-        enough = min(len(roster), len(members)) >= least and len(shared) >= max(least, needed)
-        return members if enough and len(self.heard(UNMASK, signed)) >= needed else []
+        last = self.heard(UNMASK, signed)
+        enough = min(len(shared), len(members)) >= agreed.least
+        return members if enough and all(holders(name, last) >= needed for name in shared) else []
 
 
 def play(directory: Path, seed: int, after: Tamper = untouched) -> Session:
@@ -116,24 +130,28 @@ def play(directory: Path, seed: int, after: Tamper = untouched) -> Session:
     """
     rng = random.Random(f"sums/{seed}")
     method = ("classstats_secure", "classstats_summed")[seed // 2 % 2]
-    session = Session(seed, rng.randint(3, 12), ("unsigned", "roster")[seed % 2], method)
-    fleet = SecureFleet(directory, session.devices, method=method, keys=session.keys)
+    is_ring = seed % 6 == 0
+    devices = rng.randint(13, 24) if is_ring else rng.randint(3, 12)
+    graph: dict[str, Any] = {"graph": RING, "max_in_sum": devices} if is_ring else {}
+    session = Session(seed, devices, ("unsigned", "roster")[seed % 2], RING if is_ring else COMPLETE, method)
+    fleet = SecureFleet(directory, devices, method=method, keys=session.keys, **graph)
     weather = Weather(fleet, rng, after)
-    expected = weather.expected()
     try:
         result = fleet.sum(lost=weather.lost_asks, down=weather.down, up=weather.up)
         session.members = len(result.devices)
+        expected = weather.expected()
         total = lift(result.total, fleet.parameters().width)
         if not np.array_equal(total, fleet.plain_sum(result.devices)):
             session.wrong.append("the sum is not the plain sum of its members")
         if list(result.devices) != sorted(expected):
             session.wrong.append(f"the sum has the members {', '.join(result.devices)}, not {', '.join(expected)}")
     except (QuorumNotReached, SecureSumError) as error:
-        if expected:
+        if weather.expected():
             session.wrong.append(f"there is no sum: {error}")
     session.wrong += [f"the server can open the input of {name}" for name in fleet.opened(fleet.sid)]
     session.wrong += weather.unequal
-    refused = {place: reason for place, reason in fleet.refused.items() if reason != LOST}
+    known = (LOST, ALONE) if is_ring else (LOST,)
+    refused = {place: reason for place, reason in fleet.refused.items() if not reason.startswith(known)}
     session.wrong += [f"{name} refused {step!r}: {reason}" for (step, name), reason in refused.items()]
     session.lost = len(weather.lost_asks | weather.lost_answers)
     session.repeated = len(weather.repeated)
@@ -172,10 +190,8 @@ def main() -> int:
     for session in play_all(given.sessions, given.seed, given.out.resolve()):
         done.append(session)
         for finding in session.wrong:
-            print(
-                f"seed {session.seed} ({session.devices} devices, {session.keys}, {session.method}): {finding}",
-                flush=True,
-            )
+            kind = f"{session.devices} devices, {session.keys}, {session.graph}, {session.method}"
+            print(f"seed {session.seed} ({kind}): {finding}", flush=True)
     print(last_line(done))
     return 1 if any(session.wrong for session in done) else 0
 

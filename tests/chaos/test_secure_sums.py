@@ -20,6 +20,7 @@ def test_sums_are_right_or_stay_closed(tmp_path):
     assert any(session.members for session in sessions)
     assert any(not session.members for session in sessions)
     assert len({(session.keys, session.method) for session in sessions}) == 4
+    assert any(session.members and session.graph == "ring" for session in sessions)
     assert last_line(sessions).endswith("0 findings")
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import time
 
 import numpy as np
@@ -19,6 +20,7 @@ from fleetdistill import SecureTerms, Signer
 from fleetdistill.device.events import DeviceLock, Events
 from fleetdistill.device.secure import FORGET_AFTER_SECONDS, SecureSums, check_secure
 from fleetdistill.errors import (
+    CannotAnswer,
     ConfigurationError,
     PrivacyBudgetError,
     QuorumNotReached,
@@ -32,7 +34,7 @@ from fleetdistill.methods.base import Answer, Ask
 from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK
 from fleetdistill.secure.certificate import certify
 from fleetdistill.secure.member import endorse
-from fleetdistill.secure.primitives import lift, verification_key
+from fleetdistill.secure.primitives import lift, sha256, tag, verification_key
 from fleetdistill.secure.session import Roster, pack_members
 from fleetdistill.state import failpoints
 from fleetdistill.state.privacy_ledger import PrivacyBudget
@@ -51,6 +53,8 @@ STEPS = {
 }
 EVERY = pytest.mark.parametrize("keys", list(STEPS))
 SIGNED = pytest.mark.parametrize("keys", ["certificates", "roster"])
+IN_RING = 16
+"""Devices of a ring in which each has ten neighbours."""
 
 
 def signed(fleet: SecureFleet, result: SecureSum) -> np.ndarray:
@@ -103,6 +107,96 @@ def test_too_many_wrong_shares_give_no_sum(tmp_path):
 
     with pytest.raises(SecureSumError, match="no 4 shares of a secret of device-0 fit its keys"):
         fleet.sum(up=spoil)
+
+
+# --- a ring
+
+
+def in_ring(directory, **settings):
+    return SecureFleet(directory, IN_RING, graph="ring", max_in_sum=IN_RING, **settings)
+
+
+@METHODS
+@pytest.mark.parametrize("step", STEPS["unsigned"])
+def test_devices_of_a_ring_may_vanish_at_every_step(tmp_path, method, step):
+    """Each device sees ten others, and the sum is number for number that of its members."""
+    fleet = in_ring(tmp_path, method=method)
+    result = fleet.sum(lost=[(step, "device-3"), (step, "device-11")])
+    assert len(result.devices) == IN_RING - (0 if step == UNMASK else 2)
+    assert signed(fleet, result).tolist() == fleet.plain_sum(result.devices).tolist()
+    assert not fleet.refused
+    assert not fleet.opened(fleet.sid)
+    seen = {len(holders) for holders in fleet.holders.values()}
+    assert seen == {11}
+
+
+def test_a_ring_needs_two_thirds_of_its_devices(tmp_path):
+    fleet = in_ring(tmp_path, min_in_sum=3)
+    with pytest.raises(QuorumNotReached, match="10 devices answered, the quorum is 11"):
+        fleet.sum(lost=[(INPUT, name) for name in fleet.names[:6]])
+    assert not fleet.opened(fleet.sid)
+
+
+def test_a_device_of_a_ring_holds_the_server_to_two_thirds(tmp_path):
+    fleet = in_ring(tmp_path)
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(least=10, honest=10)
+    assert {text for (step, _), text in fleet.refused.items() if step == SHARES} == {
+        "10 of 16 devices are enough for the sum; in a ring it must be two thirds"
+    }
+
+
+def of_fewer(message):
+    """The list of a sum of one device less."""
+    return dataclasses.replace(message, devices=message.devices - 1)
+
+
+def of_another_neighbour(message):
+    """The list with the first other device under another number, in order."""
+    missing = min(set(range(IN_RING)) - {entry.index for entry in message.entries})
+    moved = [dataclasses.replace(message.entries[0], index=missing), *message.entries[1:]]
+    return dataclasses.replace(message, entries=sorted(moved, key=lambda entry: entry.index))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (of_fewer, "not that of this device|this device has number 15 of 15"),
+        (of_another_neighbour, "not that of this device"),
+        (lambda message: dataclasses.replace(message, entries=message.entries[1:]), "not that of|own keys"),
+        (lambda message: dataclasses.replace(message, devices=2**32 - 1), "at most 16 are allowed"),
+        (lambda message: dataclasses.replace(message, devices=0), "only 0 devices sent keys"),
+        (lambda message: dataclasses.replace(message, roster=b""), "the digest of a secure sum has 0 bytes"),
+    ],
+)
+def test_another_list_than_the_neighbours_is_refused(tmp_path, change, says):
+    fleet = in_ring(tmp_path)
+
+    def forge(step, name, message):
+        return change(message) if step == SHARES else message
+
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(down=forge)
+    assert len(fleet.refused) >= IN_RING - 5  # five are no neighbours of a device that is left out
+    assert all(re.search(says, text) for text in fleet.refused.values()), fleet.refused
+
+
+def test_a_ring_that_falls_apart_gives_no_sum(tmp_path):
+    """Half a neighbourhood in a row is gone at two places, so that the masks of the rest cancel in two sums."""
+    devices = 94
+    fleet = SecureFleet(tmp_path, devices, graph="ring", max_in_sum=devices, method=SUMMED)
+    half = fleet.parameters().degree // 2
+
+    def lose(step, name, message):
+        if step == INPUT:
+            order = sorted(range(devices), key=lambda index: sha256(tag("graph"), fleet.sid, struct.pack("<I", index)))
+            if order.index(fleet.indices[name]) % (devices // 2) < half:
+                raise CannotAnswer("lost")
+        return message
+
+    with pytest.raises(SecureSumError, match="would give several sums"):
+        fleet.sum(up=lose)
+    assert not fleet.opened(fleet.sid)
 
 
 # --- devices that lie
@@ -254,8 +348,8 @@ def flipped(data):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda entries: entries[:-1], "own keys|digest|only 4"),
-        (lambda entries: entries[::-1], "numbered"),
+        (lambda entries: entries[:-1], "own keys|not that of this device"),
+        (lambda entries: entries[::-1], "not that of this device"),
         (
             lambda entries: [*entries[:-1], dataclasses.replace(entries[-1], endorsement=bytes(64))],
             "endorsed|certificate of device 'device-4' cannot be used: it cannot be read",
@@ -416,9 +510,9 @@ def test_a_renewed_certificate_changes_no_answer(tmp_path):
 def test_each_sum_has_a_signing_key_of_its_own(tmp_path):
     fleet = SecureFleet(tmp_path, 5, keys="certificates", min_in_sum=4, budget=PrivacyBudget(20.0, 1e-5))
     fleet.sum()
-    first = {entry[100:132] for entry in fleet.entries}
+    first = {entry[100:132] for entry in fleet.entries.values()}
     fleet.sum(number=2)
-    assert len(first | {entry[100:132] for entry in fleet.entries}) == 10
+    assert len(first | {entry[100:132] for entry in fleet.entries.values()}) == 10
 
 
 @SIGNED

@@ -60,7 +60,7 @@ class Session:
         keys = tuple(member.keys_entry(name) for member, name in zip(self.members, ids, strict=True))
         self.roster = Roster(self.sid, ids, keys)
         self.threshold = session_threshold(devices, self.degree)
-        self.near = neighbours(self.sid, devices, self.degree)
+        self.near = [neighbours(self.sid, devices, self.degree)(index) for index in range(devices)]
         self.entries = [{other: keys[other] for other in near} for near in self.near]
         self.sealed = {
             index: member.boxes(index, self.entries[index], self.roster.digest, self.threshold)

@@ -21,6 +21,7 @@ from fleetdistill.secure.session import (
     Roster,
     abandoned_message,
     check_distinct,
+    is_connected,
     neighbours,
     pack_members,
     ring_degree,
@@ -226,15 +227,25 @@ def test_an_abandonment_is_for_one_session():
 
 
 def test_sa07_neighbours_in_a_ring():
-    assert neighbours(SID, 12, 4)[:3] == [[4, 6, 7, 9], [5, 8, 10, 11], [3, 5, 9, 11]]
+    assert [neighbours(SID, 12, 4)(index) for index in range(3)] == [[4, 6, 7, 9], [5, 8, 10, 11], [3, 5, 9, 11]]
 
 
 @given(devices=st.integers(3, 30), degree=st.sampled_from([0, 2, 4, 6]), sid=st.binary(min_size=32, max_size=32))
 def test_neighbours_are_mutual_and_as_many_as_wanted(devices, degree, sid):
-    near = neighbours(sid, devices, degree)
+    near = [neighbours(sid, devices, degree)(index) for index in range(devices)]
     wanted = devices - 1 if degree == 0 else min(degree, devices - 1)
     assert all(len(set(others)) == wanted and index not in others for index, others in enumerate(near))
     assert all(index in near[other] for index, others in enumerate(near) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("members", "connected"),
+    [({3}, True), ({0, 1, 2, 3}, True), ({0, 2, 4}, True), ({0, 3}, False), ({9, 0, 4, 5}, False), (range(10), True)],
+)
+def test_members_of_a_ring_are_connected_or_not(members, connected):
+    """In a ring of ten in their own order, with two neighbours to each side."""
+    near = [[(index + step) % 10 for step in (-2, -1, 1, 2)] for index in range(10)]
+    assert is_connected(members, near.__getitem__) is connected
 
 
 def test_holders_of_a_ring_are_its_neighbours_and_the_device():
@@ -285,7 +296,7 @@ def test_a_ring_without_loss_has_ten_neighbours():
 
 
 def test_a_ring_that_cannot_be_safe_is_refused():
-    with pytest.raises(ConfigurationError, match="let every device be every other's neighbour"):
+    with pytest.raises(ConfigurationError, match="use a complete graph"):
         ring_degree(10, 0.3, 0.3)
     with pytest.raises(ConfigurationError, match="lost must be a fraction"):
         ring_degree(1000, 0.1, 1.0)

@@ -66,6 +66,9 @@ class SecureFleet:
         terms: Terms of single devices that have others.
         refused: Reason of each refusal by step and device.
         seen: What the server has received, by step and device.
+        indices: Indices of the devices of the last sum.
+        entries: Their keys by index.
+        holders: Indices of a device and its neighbours.
         events: Events of the devices.
         sid: Id of the last sum.
     """
@@ -89,9 +92,10 @@ class SecureFleet:
         self.refused: dict[tuple[str, str], str] = {}
         self.seen: dict[str, dict[str, SecureMessage]] = defaultdict(dict)
         self.shares: dict[str, dict[int, dict[int, bytes]]] = {kind: defaultdict(dict) for kind in ("self", "mask")}
-        self.roster: list[str] = []
+        self.indices: dict[str, int] = {}
         self.shared: frozenset[int] = frozenset()
-        self.entries: tuple[bytes, ...] = ()
+        self.entries: dict[int, bytes] = {}
+        self.holders: dict[str, set[int]] = {}
         self.events: list[Event] = []
         self.terms: dict[str, SecureTerms] = {}
         self.sid = b""
@@ -160,8 +164,9 @@ class SecureFleet:
                 message = (payload(name) if callable(payload) else payload or {})["session"]
                 assert isinstance(message, SecureMessage)
                 if step == SHARES:
-                    self.roster = [entry.device for entry in message.entries]
-                    self.entries = tuple(entry.keys for entry in message.entries)
+                    self.indices |= {entry.device: entry.index for entry in message.entries}
+                    self.entries |= {entry.index: entry.keys for entry in message.entries}
+                    self.holders[name] = {entry.index for entry in message.entries}
                 if (step, name) in lost:
                     continue
                 shown = down(step, name, message)
@@ -174,6 +179,7 @@ class SecureFleet:
                 self.keep(step, name, shown, next(iter(changed.values())))
                 yield DeviceAnswer(name, 1, encode(changed))
 
+        self.indices, self.entries, self.holders = {}, {}, {}
         agreed, nonce = self.parameters(**parameters), bytes([number]) * 32
         digest = statistics_digest(["a", "b", "c"], [1, 8, 8], "scattering", "", b"")
         roster_key = bytes.fromhex(self.config.roster_key)
@@ -192,11 +198,13 @@ class SecureFleet:
         It tries what a curious server can: for each device it reconstructs both secrets if it has enough shares of
         them, and then takes the device's masks away.
         """
-        width, needed = self.parameters().width, session_threshold(len(self.roster), 0)
-        masks = Masks(sid=sid, count=self.parameters().numbers, width=width)
+        agreed = self.parameters()
+        width, needed = agreed.width, session_threshold(len(self.indices), agreed.degree)
+        masks = Masks(sid=sid, count=agreed.numbers, width=width)
         result = {}
         for name, message in self.seen[INPUT].items():
-            me, entry = self.roster.index(name), KeysEntry.read(self.entries[self.roster.index(name)])
+            me = self.indices[name]
+            entry = KeysEntry.read(self.entries[me])
             own = _reconstruct(self.shares["self"][me], needed)
             pairs = _reconstruct(self.shares["mask"][me], needed)
             if own is None or pairs is None:
@@ -206,7 +214,7 @@ class SecureFleet:
             assert public_key(secret) == entry.mask_key
             assert message.numbers is not None
             total = from_bytes(message.numbers.tobytes(), width) - masks.of_self(own)
-            for other in self.shared - {me}:
+            for other in self.shared & self.holders[name] - {me}:
                 total -= masks.of_pair(me, secret, entry.mask_key, other, KeysEntry.read(self.entries[other]).mask_key)
             result[name] = reduce(total, width)
         return result
@@ -215,14 +223,14 @@ class SecureFleet:
         """Keeps what the server learns from an answer to a message."""
         self.seen[step][name] = sent
         if step == INPUT:
-            self.shared = unpack_members(shown.members, len(self.roster))
+            self.shared = unpack_members(shown.members, len(self.indices))
         if step != UNMASK:
             return
         assert sent.shares is not None
-        survivors = unpack_members(shown.members, len(self.roster))
-        for owner, share in zip(sorted(self.shared), sent.shares, strict=True):
+        survivors = unpack_members(shown.members, len(self.indices))
+        for owner, share in zip(sorted(self.shared & self.holders[name]), sent.shares, strict=True):
             kind = "self" if owner in survivors else "mask"
-            self.shares[kind][owner][self.roster.index(name)] = share.tobytes()
+            self.shares[kind][owner][self.indices[name]] = share.tobytes()
 
 
 def signer_of(name: str) -> Signer:

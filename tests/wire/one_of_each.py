@@ -65,6 +65,7 @@ ONE_OF_EACH: dict[str, k.Kind] = {
         nonce=bytes(32),
         entries=[k.SecureEntry(index=7, device="phone", keys=bytes(100), endorsement=b"", signature=bytes(64))],
         roster=bytes(range(32)),
+        devices=5,
         members=b"\x1d",
         keys=np.arange(100, dtype=np.uint8),
         boxes=np.zeros((2, 80), np.uint8),

@@ -38,7 +38,7 @@ FORGET_AFTER_SECONDS = 7 * 86_400.0
 """A sum that has not ended by then is forgotten: its root and its input are erased."""
 _MAX_CLIPPED = 0.01
 """Largest share of a device's numbers that may be clipped without an event."""
-_NONCE_BYTES = 32
+_NONCE_BYTES = _DIGEST_BYTES = 32
 _KEYS = ("unsigned", "certificates", "roster")
 """Who may vouch for keys, each protecting against more than the one before."""
 
@@ -496,7 +496,7 @@ class _Part:
 
     def device_at(self, index: int) -> str:
         """Returns the id of a device of the sum."""
-        return self._steps.devices[index] if index < len(self._steps.devices) else str(index)
+        return self._steps.entries[index][0] if index in self._steps.entries else str(index)
 
     def keys(self, message: SecureMessage) -> tuple[Mapping[str, SecureMessage], Mapping[str, Any]]:
         """Step 1: public keys, the commitment and the endorsement, which a renewed certificate does not change."""
@@ -508,29 +508,51 @@ class _Part:
         return _reply("keys", entry + endorsement), {"endorsement": endorsement}
 
     def shares(self, message: SecureMessage) -> tuple[Mapping[str, SecureMessage], Mapping[str, Any]]:
-        """Step 2: checks all devices' keys, and seals a pair of shares for each of them."""
-        from fleetdistill.secure.session import Roster
+        """Step 2: checks the keys of all devices, or of all neighbours, and seals a pair of shares for each of them."""
+        from fleetdistill.secure.session import Roster, is_complete
 
-        devices = tuple(entry.device for entry in message.entries)
-        entries = tuple(entry.keys for entry in message.entries)
-        if [entry.index for entry in message.entries] != list(range(len(devices))):
-            raise WireError("the devices of a sum are not numbered from 0")
-        if not all(is_name(device) for device in devices):
+        devices, parameters = message.devices, self._parameters
+        self._check_count("keys", devices)
+        if devices > parameters.most:
+            raise SumRefusedError(f"the sum has {devices} devices, at most {parameters.most} are allowed")
+        if not all(is_name(entry.device) for entry in message.entries):
             raise WireError("a device of the sum has no valid id")
-        self._check_count("keys", len(devices))
-        if len(devices) > self._parameters.most:
-            raise SumRefusedError(f"the sum has {len(devices)} devices, at most {self._parameters.most} are allowed")
-        if self._device not in devices or entries[devices.index(self._device)] != self._member.keys_entry(self._device):
-            raise SumRefusedError("the server's list does not have this device's own keys")
-        roster = Roster(self._session.sid, devices, entries)
-        if roster.digest != message.roster:
-            raise SumRefusedError("the digest of the server's list is wrong")
+        self._check_near(message)
+        roster = Roster(
+            self._session.sid,
+            tuple(entry.device for entry in message.entries),
+            tuple(entry.keys for entry in message.entries),
+        )
+        if is_complete(devices, parameters.degree):
+            if roster.digest != message.roster:
+                raise SumRefusedError("the digest of the server's list is wrong")
+        elif 3 * parameters.least < 2 * devices:
+            raise SumRefusedError(
+                f"{parameters.least} of {devices} devices are enough for the sum; in a ring it must be two thirds"
+            )
         if self._endorsing is not None:
             self._check_signed(message, self._endorsing)
-        self._steps = replace(self._steps, devices=devices, entries=entries, roster=roster.digest)
-        boxes = self._member.boxes(self._index, self._others, roster.digest, self._threshold)
-        lists = {"devices": devices, "entries": entries, "roster": roster.digest}
+        entries = {entry.index: (entry.device, entry.keys) for entry in message.entries}
+        lists: dict[str, Any] = {"devices": devices, "entries": entries, "roster": message.roster}
+        self._steps = replace(self._steps, **lists)
+        boxes = self._member.boxes(self._index, self._others, message.roster, self._threshold)
         return _reply("boxes", *(boxes[index] for index in sorted(boxes))), lists
+
+    def _check_near(self, message: SecureMessage) -> None:
+        """Checks that a list is that of this device and its neighbours, with its own keys."""
+        from fleetdistill.secure.session import neighbours
+
+        own = [entry for entry in message.entries if entry.device == self._device]
+        if [entry.keys for entry in own] != [self._member.keys_entry(self._device)]:
+            raise SumRefusedError("the server's list does not have this device's own keys")
+        if len(message.roster) != _DIGEST_BYTES:
+            raise WireError(f"the digest of a secure sum has {len(message.roster)} bytes, expected {_DIGEST_BYTES}")
+        index = own[0].index
+        if index >= message.devices:
+            raise WireError(f"this device has number {index} of {message.devices} devices of the sum, from 0")
+        near = neighbours(self._session.sid, message.devices, self._parameters.degree)(index)
+        if [entry.index for entry in message.entries] != sorted([index, *near]):
+            raise WireError("the server's list is not that of this device and its neighbours, in order")
 
     def _check_signed(self, message: SecureMessage, endorsing: Endorsing) -> None:
         from fleetdistill.secure.member import verify_keys_entry
@@ -548,9 +570,10 @@ class _Part:
 
         shared = self._members(message)
         self._check_count("shares", len(shared))
-        if self._index not in shared or len(shared) < self._threshold:
+        near = shared & self._steps.entries.keys()
+        if self._index not in near or len(near) < self._threshold:
             raise SumRefusedError("too few devices sent shares, or this device is not among them")
-        senders = sorted(shared - {self._index})
+        senders = sorted(near - {self._index})
         sent = message.boxes
         if sent is None or sent.dtype != np.uint8 or sent.shape != (len(senders), BOX_BYTES):
             raise WireError("the boxes for this device are not those of the devices that sent shares")
@@ -568,18 +591,17 @@ class _Part:
 
     def unmask(self, message: SecureMessage) -> tuple[Mapping[str, SecureMessage], Mapping[str, Any]]:
         """Step 5: gives one share for each device that sent boxes, never both of one device."""
-        from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT
+        from fleetdistill.methods.classstats_secure.exchange import CHECK
 
         survivors = self._check_survivors(message)
         if self._endorsing is not None:
             if message.members != self._steps.members[CHECK]:
                 raise SumRefusedError("the devices of the sum are not those that this device has signed")
             self._check_signatures(message, survivors)
-        shared = self._unpacked(self._steps.members[INPUT])
         shares = self._member.unmasking_shares(
             self._index, self._others, self._steps.roster, self._threshold, dict(self._steps.boxes), survivors
         )
-        return _reply("shares", *(shares[index] for index in sorted(shared))), {}
+        return _reply("shares", *(shares[index] for index in sorted(shares))), {}
 
     def _check_survivors(self, message: SecureMessage) -> frozenset[int]:
         from fleetdistill.methods.classstats_secure.exchange import INPUT
@@ -598,7 +620,7 @@ class _Part:
             entry.index
             for entry in message.entries
             if entry.index in survivors
-            and verify_signature(self._steps.entries[entry.index][100:132], text, entry.signature)
+            and verify_signature(self._steps.entries[entry.index][1][100:132], text, entry.signature)
         }
         if len(valid) < self._threshold:
             raise SumRefusedError(
@@ -610,7 +632,7 @@ class _Part:
         from fleetdistill.secure.session import survivors_message
 
         shared = self._unpacked(self._steps.members[INPUT])
-        return survivors_message(self._session.sid, self._steps.roster, len(self._steps.devices), shared, survivors)
+        return survivors_message(self._session.sid, self._steps.roster, self._steps.devices, shared, survivors)
 
     def _members(self, message: SecureMessage) -> frozenset[int]:
         return self._unpacked(message.members)
@@ -618,7 +640,7 @@ class _Part:
     def _unpacked(self, members: bytes) -> frozenset[int]:
         from fleetdistill.secure.session import unpack_members
 
-        return unpack_members(members, len(self._steps.devices))
+        return unpack_members(members, self._steps.devices)
 
     def _check_count(self, what: str, count: int) -> None:
         if count < self._parameters.least:
@@ -626,17 +648,17 @@ class _Part:
 
     @property
     def _index(self) -> int:
-        return self._steps.devices.index(self._device)
+        return next(index for index, (device, _) in self._steps.entries.items() if device == self._device)
 
     @property
     def _others(self) -> dict[int, bytes]:
-        return {index: entry for index, entry in enumerate(self._steps.entries) if index != self._index}
+        return {index: keys for index, (device, keys) in self._steps.entries.items() if device != self._device}
 
     @property
     def _threshold(self) -> int:
         from fleetdistill.secure.session import session_threshold
 
-        return session_threshold(len(self._steps.devices), self._parameters.degree)
+        return session_threshold(self._steps.devices, self._parameters.degree)
 
 
 def _reply(name: str, *rows: bytes) -> Mapping[str, SecureMessage]:

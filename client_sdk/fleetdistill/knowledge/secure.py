@@ -56,8 +56,9 @@ class SecureMessage(Kind):
     Attributes:
         parameters: The sum's parameters, 44 bytes.
         nonce: Public random bytes, 32.
-        entries: The devices of the sum.
-        roster: Digest of all entries, 32 bytes.
+        entries: The devices of the sum; in a ring, in the second step, the receiver and its neighbours.
+        roster: Digest of the entries of all devices, 32 bytes.
+        devices: Number of devices of the sum, in the second step.
         members: Bitmap of the devices of this step.
         keys: `[100]` or `[260]` uint8; `[261 to 2308]` with a certificate.
         boxes: `[k, 80]` uint8.
@@ -74,6 +75,7 @@ class SecureMessage(Kind):
     nonce: bytes = b""
     entries: list[SecureEntry] = field(default_factory=list)
     roster: bytes = b""
+    devices: int = 0
     members: bytes = b""
     keys: Array | None = None
     boxes: Array | None = None

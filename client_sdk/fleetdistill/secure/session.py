@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -219,6 +219,11 @@ class Roster:
         check_distinct(self.ids, self.entries)
 
     @cached_property
+    def indices(self) -> dict[str, int]:
+        """The devices' indices by id."""
+        return {name: index for index, name in enumerate(self.ids)}
+
+    @cached_property
     def digest(self) -> bytes:
         """What all devices must agree on about each other, 32 bytes."""
         devices = (sha256(_with_length(name), entry) for name, entry in zip(self.ids, self.entries, strict=True))
@@ -265,8 +270,8 @@ def unpack_members(bitmap: bytes, devices: int) -> frozenset[int]:
 # --- neighbours
 
 
-def neighbours(sid: bytes, devices: int, degree: int) -> list[list[int]]:
-    """Returns each device's neighbours, ascending.
+def neighbours(sid: bytes, devices: int, degree: int) -> Callable[[int], list[int]]:
+    """Returns the function that gives the neighbours of an index, ascending.
 
     Args:
         sid: Session id, which puts the ring in a random order.
@@ -275,13 +280,27 @@ def neighbours(sid: bytes, devices: int, degree: int) -> list[list[int]]:
             `devices - 1` on.
     """
     if is_complete(devices, degree):
-        return [[other for other in range(devices) if other != index] for index in range(devices)]
+        return lambda index: [other for other in range(devices) if other != index]
     order = sorted(range(devices), key=lambda index: sha256(tag("graph"), sid, struct.pack("<I", index)))
-    result: list[list[int]] = [[] for _ in order]
-    for place, index in enumerate(order):
-        steps = (step for step in range(-(degree // 2), degree // 2 + 1) if step)
-        result[index] = sorted(order[(place + step) % devices] for step in steps)
-    return result
+    places = {index: place for place, index in enumerate(order)}
+    steps = [step for step in range(-(degree // 2), degree // 2 + 1) if step]
+    return lambda index: sorted(order[(places[index] + step) % devices] for step in steps)
+
+
+def is_connected(members: Collection[int], near: Callable[[int], list[int]]) -> bool:
+    """Returns whether the members are one group of neighbours; of several, their masks would give the sum of each.
+
+    Args:
+        members: Indices, at least one.
+        near: Gives the neighbours of an index.
+    """
+    left = set(members)
+    reached = [left.pop()]
+    while reached:
+        found = left.intersection(near(reached.pop()))
+        left -= found
+        reached += found
+    return not left
 
 
 def is_complete(devices: int, degree: int) -> bool:
@@ -324,8 +343,7 @@ def ring_degree(devices: int, corrupt: float, lost: float) -> int:
         ):
             return degree
     raise ConfigurationError(
-        f"no ring of {devices} devices is safe with {corrupt:g} of them corrupt and {lost:g} lost; let every device be "
-        "every other's neighbour"
+        f"no ring of {devices} devices is safe with {corrupt:g} of them corrupt and {lost:g} lost; use a complete graph"
     )
 
 

@@ -70,9 +70,9 @@ class Steps:
         sid: Id of the sum.
         digests: SHA-256 of ask and answer, hexadecimal, by step in the order of the answers.
         endorsement: What vouches for this device's signing key; empty with unsigned keys.
-        devices: Ids of the sum's devices by index; empty before step `secure_shares`.
-        entries: The devices' keys by index.
-        roster: Digest of the entries.
+        devices: Number of devices of the sum; 0 before step `secure_shares`.
+        entries: Ids and keys of this device and its neighbours by index.
+        roster: Digest of the entries of all devices.
         boxes: Boxes for this device by index of the sender.
         members: Bitmaps of the devices by step.
     """
@@ -80,8 +80,8 @@ class Steps:
     sid: bytes
     digests: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     endorsement: bytes = b""
-    devices: tuple[str, ...] = ()
-    entries: tuple[bytes, ...] = ()
+    devices: int = 0
+    entries: Mapping[int, tuple[str, bytes]] = field(default_factory=dict)
     roster: bytes = b""
     boxes: Mapping[int, bytes] = field(default_factory=dict)
     members: Mapping[str, bytes] = field(default_factory=dict)
@@ -160,8 +160,8 @@ class SecureSessions:
             "sid": steps.sid.hex(),
             "digests": {step: list(pair) for step, pair in steps.digests.items()},
             "endorsement": steps.endorsement.hex(),
-            "devices": list(steps.devices),
-            "entries": [entry.hex() for entry in steps.entries],
+            "devices": steps.devices,
+            "entries": {str(index): [device, keys.hex()] for index, (device, keys) in steps.entries.items()},
             "roster": steps.roster.hex(),
             "boxes": {str(index): box.hex() for index, box in steps.boxes.items()},
             "members": {step: members.hex() for step, members in steps.members.items()},
@@ -254,8 +254,8 @@ def _steps_of(saved: Mapping[str, Any]) -> Steps:
         sid=bytes.fromhex(saved["sid"]),
         digests={step: (pair[0], pair[1]) for step, pair in saved["digests"].items()},
         endorsement=bytes.fromhex(saved["endorsement"]),
-        devices=tuple(saved["devices"]),
-        entries=tuple(bytes.fromhex(entry) for entry in saved["entries"]),
+        devices=int(saved["devices"]),
+        entries={int(index): (str(device), bytes.fromhex(keys)) for index, (device, keys) in saved["entries"].items()},
         roster=bytes.fromhex(saved["roster"]),
         boxes={int(index): bytes.fromhex(box) for index, box in saved["boxes"].items()},
         members={step: bytes.fromhex(members) for step, members in saved["members"].items()},

@@ -86,8 +86,9 @@ class SumServer(ClassStatsServer):
     def exchanges(cls, config: Any, sizes: Sizes) -> Sequence[Exchange]:
         """Returns the five asks of a sum of ten devices, and the lesson."""
         *_, learn = super().exchanges(config, sizes)
-        devices, most = DEVICES_IN_TABLE, config.max_in_sum
-        block = config.parameters_for(most, sizes.classes, cls.dimensions(config, sizes))
+        devices = DEVICES_IN_TABLE
+        block = config.parameters_for(config.max_in_sum, sizes.classes, cls.dimensions(config, sizes))
+        most = block.degree + 1 if block.degree else block.most
         numbers = (block.numbers * block.width,)
         schema = SecureMessage.schema
         check = Exchange(step=CHECK, up={"signature": schema("signature", (SIGNATURE_BYTES,))}, end=1)

@@ -381,6 +381,10 @@ def test_groups_share_the_noise_of_their_own_sum_only():
         ({"keys": "signed"}, "keys"),
         ({"min_in_sum": 2}, "min_in_sum must be >= 3"),
         ({"min_in_sum": 1001}, "min_in_sum"),
+        ({"graph": "star"}, "unknown graph 'star', expected one of complete, ring"),
+        ({"graph": "ring", "keys": "certificates"}, "keys must be 'unsigned' with graph = 'ring'"),
+        ({"graph": "ring", "max_in_sum": 11}, "no ring of 11 devices is safe .* use a complete graph"),
+        ({"graph": "ring", "max_in_sum": 10_001}, "max_in_sum"),
         ({"max_in_sum": 2}, "max_in_sum must be >= 3"),
         ({"min_in_sum": 10, "max_in_sum": 9}, "max_in_sum must be >= 10"),
         ({"colluders": -1}, "colluders must be >= 0"),
@@ -399,6 +403,27 @@ def test_groups_share_the_noise_of_their_own_sum_only():
 def test_settings_that_cannot_be(settings, says):
     with pytest.raises(ConfigurationError, match=says):
         config_of(**settings)
+
+
+def test_a_ring_has_as_many_neighbours_as_its_bounds_ask():
+    """Of the largest sum, so that all devices agree; and it needs two thirds of its devices, whatever is set."""
+    for method in ("classstats_secure", SUMMED):
+        parameters = config_of(method, graph="ring", max_in_sum=10_000).parameters_for(2_000, 10, 64)
+        assert (parameters.degree, parameters.most, parameters.least) == (100, 10_000, 1_334)
+    assert config_of(graph="ring", min_in_sum=3).fewest(30) == 21
+    assert config_of(graph="ring", min_in_sum=25).fewest(30) == 25
+
+
+def test_a_ring_gives_the_fleets_space():
+    ring: dict[str, Any] = {"graph": "ring", "max_in_sum": 20, "epsilon": 20.0}
+    fleet = devices("abcdefghijklmnop", **ring)
+    (cohort,) = play(make_server(**ring), fleet, silent=[(INPUT, "c")])
+    assert {accuracy(half) for name, half in fleet.items() if name != "c"} == {1.0}
+    for name in "ab":
+        message = cohort.sent(name, SHARES)[0]["session"]
+        assert isinstance(message, SecureMessage)
+        assert (len(message.entries), message.devices) == (11, 16)
+    assert cohort.figures["secure_sum_threshold"] == 8
 
 
 def test_the_rule_for_the_fewest_and_the_honest_devices():

@@ -16,12 +16,15 @@ from fleetdistill.privacy.guarantee import Guarantee
 if TYPE_CHECKING:
     from fleetdistill.secure.session import Parameters
 
-__all__ = ["CERTIFICATES", "ROSTER", "ClassStatsSecureConfig"]
+__all__ = ["CERTIFICATES", "COMPLETE", "RING", "ROSTER", "ClassStatsSecureConfig"]
 
 MIN_IN_SUM = 3
 """Fewest devices in a sum: with two, each knows the other's part."""
-MAX_IN_SUM = 1000
-"""Most devices in a sum: each exchanges shares with each other one."""
+COMPLETE, RING = "complete", "ring"
+MAX_IN_SUM = {COMPLETE: 1000, RING: 10_000}
+"""Most devices in a sum."""
+_CORRUPT = _LOST = 0.1
+"""Parts of a ring's devices that may work with the server, or drop out."""
 UNSIGNED, CERTIFICATES, ROSTER = "unsigned", "certificates", "roster"
 KEYS = {UNSIGNED: 0, CERTIFICATES: 1, ROSTER: 2}
 """Who vouches for the devices' keys, as in the sum's parameters."""
@@ -51,8 +54,12 @@ class SumSettings(SpaceConfig):
         roster_key: Public Ed25519 key of the roster, 64 hexadecimal digits. With it the server leaves out devices whose
             keys it has not endorsed, and a device with another one does not join; without it, such a device makes the
             others refuse. The devices trust only the key that their app was built with.
-        min_in_sum: q, fewest devices in a sum, in [3, 1000], or 0 for the rule: more than two thirds of those asked.
-        max_in_sum: Most devices in a sum, in [3, 1000]; further ones are in the next sum.
+        graph: Which devices hold shares of a device's secrets: `complete`, all others, for at most 1,000 devices; or
+            `ring`, about a hundred neighbours, for at most 10,000. A ring hides a device's part only from a server that
+            follows the protocol, and needs `unsigned` keys.
+        min_in_sum: q, fewest devices in a sum, in [3, max_in_sum], or 0 for the rule: more than two thirds of those
+            asked. In a ring, never fewer than the rule says.
+        max_in_sum: Most devices in a sum, in [3, 1000], with a ring in [12, 10000]; further ones are in the next sum.
         groups: G, number of sums that the devices of a round form, at random, in [1, 100]; fewer if there are too few
             devices. From 3 on, `robust` can test the sums. With noise, the merge has sqrt(G) times that of one sum.
         max_rows: Most rows in a sum, 2^20 or 2^24. With noise, more of them make the sum wrong, not less private;
@@ -63,8 +70,9 @@ class SumSettings(SpaceConfig):
 
     keys: str = UNSIGNED
     roster_key: str = ""
+    graph: str = COMPLETE
     min_in_sum: int = 0
-    max_in_sum: int = MAX_IN_SUM
+    max_in_sum: int = MAX_IN_SUM[COMPLETE]
     groups: int = 1
     max_rows: int = MAX_ROWS[0]
 
@@ -78,9 +86,13 @@ class SumSettings(SpaceConfig):
             )
 
     def _check_sums(self) -> None:
+        check_choice("graph", self.graph, list(MAX_IN_SUM))
+        most = MAX_IN_SUM[self.graph]
         if self.min_in_sum:
-            check_range("min_in_sum", self.min_in_sum, MIN_IN_SUM, MAX_IN_SUM + 1)
-        check_range("max_in_sum", self.max_in_sum, max(MIN_IN_SUM, self.min_in_sum), MAX_IN_SUM + 1)
+            check_range("min_in_sum", self.min_in_sum, MIN_IN_SUM, most + 1)
+        check_range("max_in_sum", self.max_in_sum, max(MIN_IN_SUM, self.min_in_sum), most + 1)
+        if self.graph == RING:
+            self._check_ring()
         if self.max_rows not in MAX_ROWS:
             raise ConfigurationError(
                 f"max_rows must be 2^20 = {MAX_ROWS[0]} or 2^24 = {MAX_ROWS[1]}, got {self.max_rows!r}"
@@ -96,6 +108,16 @@ class SumSettings(SpaceConfig):
                 f"groups to {MIN_TESTED} or more, and it tests their sums"
             )
 
+    def _check_ring(self) -> None:
+        from fleetdistill.secure.session import ring_degree
+
+        if self.keys != UNSIGNED:
+            raise ConfigurationError(
+                f"keys must be 'unsigned' with graph = 'ring', got {self.keys!r}: signatures protect against a server "
+                "that does not follow the protocol, and a ring does not"
+            )
+        ring_degree(self.max_in_sum, _CORRUPT, _LOST)
+
     @property
     def min_devices(self) -> int:
         """Fewest devices with which there is a sum of each group."""
@@ -103,7 +125,8 @@ class SumSettings(SpaceConfig):
 
     def fewest(self, asked: int) -> int:
         """Returns q, the fewest devices in a sum of which `asked` devices are asked."""
-        return self.min_in_sum or max(MIN_IN_SUM, 2 * asked // 3 + 1)
+        by_rule = max(MIN_IN_SUM, 2 * asked // 3 + 1)
+        return max(by_rule, self.min_in_sum) if self.graph == RING else self.min_in_sum or by_rule
 
     def honest(self, asked: int) -> int:
         """Returns m, the number of devices whose noise together gives the guarantee; 0 without noise."""
@@ -131,7 +154,7 @@ class SumSettings(SpaceConfig):
             ConfigurationError: A number of the sum would not fit into eight bytes.
         """
         from fleetdistill.methods.classstats_secure.encoding import width_for
-        from fleetdistill.secure.session import LIMITED, PRIVATE, Parameters
+        from fleetdistill.secure.session import LIMITED, PRIVATE, Parameters, ring_degree
 
         guarantee = self.guarantee
         result = Parameters(
@@ -147,7 +170,7 @@ class SumSettings(SpaceConfig):
             least=least,
             honest=honest,
             most=self.max_in_sum,
-            degree=0,
+            degree=ring_degree(self.max_in_sum, _CORRUPT, _LOST) if self.graph == RING else 0,
             epsilon=0.0 if guarantee is None else guarantee.epsilon,
             delta=0.0 if guarantee is None else guarantee.delta,
         )
@@ -173,7 +196,7 @@ class ClassStatsSecureConfig(ClassStatsPrivateConfig, SumSettings):
         if isinstance(self.colluders, str):
             check_choice("colluders", self.colluders, (RULE,))
         else:
-            check_range("colluders", self.colluders, 0, (self.min_in_sum or MAX_IN_SUM))
+            check_range("colluders", self.colluders, 0, (self.min_in_sum or self.max_in_sum))
         if not self.exact:
             raise ConfigurationError("exact must be true: devices add shares of discrete noise to integers")
 

@@ -559,6 +559,7 @@ class SecureMessage(_message.Message):
     NONCE_FIELD_NUMBER: _builtins.int
     ENTRIES_FIELD_NUMBER: _builtins.int
     ROSTER_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     BOXES_FIELD_NUMBER: _builtins.int
@@ -570,14 +571,18 @@ class SecureMessage(_message.Message):
     nonce: _builtins.bytes
     """From the server, step secure_keys: public random bytes, 32."""
     roster: _builtins.bytes
-    """From the server, step secure_shares: digest of all entries, 32 bytes."""
+    """From the server, step secure_shares: digest of the entries of all devices, 32 bytes."""
+    devices: _builtins.int
+    """From the server, step secure_shares: number of devices of the sum."""
     members: _builtins.bytes
     """From the server, steps secure_input, secure_check and secure_unmask: the devices of this step; device i is bit i mod 8
     of byte i / 8.
     """
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___SecureEntry]:
-        """From the server, steps secure_shares and secure_unmask: the devices of the sum."""
+        """From the server, steps secure_shares and secure_unmask: the devices of the sum; in a ring, in step secure_shares, only
+        the receiver and its neighbours.
+        """
 
     @_builtins.property
     def keys(self) -> _tensor_pb2.Tensor:
@@ -587,7 +592,7 @@ class SecureMessage(_message.Message):
 
     @_builtins.property
     def boxes(self) -> _tensor_pb2.Tensor:
-        """[k, 80] uint8, one encrypted pair of shares for each other device, by index: from the device in step secure_shares, and
+        """[k, 80] uint8, one encrypted pair of shares for each neighbour, by index: from the device in step secure_shares, and
         to the receivers from the server in step secure_input.
         """
 
@@ -601,7 +606,8 @@ class SecureMessage(_message.Message):
 
     @_builtins.property
     def shares(self) -> _tensor_pb2.Tensor:
-        """From the device, step secure_unmask: [k, 32] uint8, one share for each device that sent shares, by index: of the own mask
+        """From the device, step secure_unmask: [k, 32] uint8, one share for each neighbour that sent shares and for
+        the device itself, by index: of the own mask
         of a device in the sum, and of the mask key of a device that is not.
         """
 
@@ -612,6 +618,7 @@ class SecureMessage(_message.Message):
         nonce: _builtins.bytes = ...,
         entries: _abc.Iterable[Global___SecureEntry] | None = ...,
         roster: _builtins.bytes = ...,
+        devices: _builtins.int = ...,
         members: _builtins.bytes = ...,
         keys: _tensor_pb2.Tensor | None = ...,
         boxes: _tensor_pb2.Tensor | None = ...,
@@ -621,7 +628,7 @@ class SecureMessage(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "keys", b"keys", "numbers", b"numbers", "shares", b"shares", "signature", b"signature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "entries", b"entries", "keys", b"keys", "members", b"members", "nonce", b"nonce", "numbers", b"numbers", "parameters", b"parameters", "roster", b"roster", "shares", b"shares", "signature", b"signature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "devices", b"devices", "entries", b"entries", "keys", b"keys", "members", b"members", "nonce", b"nonce", "numbers", b"numbers", "parameters", b"parameters", "roster", b"roster", "shares", b"shares", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,9 @@ from fleetdistill.secure.primitives import Numbers, from_bytes, verify_signature
 from fleetdistill.secure.session import (
     Parameters,
     Roster,
+    is_complete,
+    is_connected,
+    neighbours,
     pack_members,
     session_id,
     session_threshold,
@@ -149,11 +152,18 @@ class SumSession:
             SecureEntry(index=index, device=device, keys=entry, endorsement=endorsements[device])
             for index, (device, entry) in enumerate(zip(roster.ids, roster.entries, strict=True))
         ]
-        message = SecureMessage(entries=entries, roster=roster.digest)
+        near = self._near(roster)
+
+        def message(device: str) -> Mapping[str, SecureMessage]:
+            index = roster.indices[device]
+            listed = [entries[other] for other in sorted([index, *near(index)])]
+            return {"session": SecureMessage(entries=listed, roster=roster.digest, devices=len(entries))}
+
+        payload = message if self._is_ring(roster) else message(roster.ids[0])  # one list for all, stored once
         result: dict[int, dict[int, bytes]] = {}
-        async for answer in self._asked(SHARES, {"session": message}, roster.ids, self._parameters.least):
-            index, rows = roster.ids.index(answer.device), _tensor(answer, "boxes")
-            receivers = [other for other in range(len(roster.ids)) if other != index]
+        async for answer in self._asked(SHARES, payload, roster.ids, self._parameters.least):
+            index, rows = roster.indices[answer.device], _tensor(answer, "boxes")
+            receivers = near(index)
             if len(rows) == len(receivers):
                 result[index] = {other: row.tobytes() for other, row in zip(receivers, rows, strict=True)}
             else:
@@ -166,18 +176,21 @@ class SumSession:
 
     async def _inputs(self, roster: Roster, boxes: Mapping[int, Mapping[int, bytes]]) -> dict[int, Numbers]:
         """Step 3: returns the masked numbers by index."""
-        members, senders = pack_members(boxes, len(roster.ids)), sorted(boxes)
+        members, near = pack_members(boxes, len(roster.ids)), self._near(roster)
 
         def message(device: str) -> Mapping[str, SecureMessage]:
-            index = roster.ids.index(device)
-            rows = b"".join(boxes[sender][index] for sender in senders if sender != index)
+            index = roster.indices[device]
+            rows = b"".join(boxes[sender][index] for sender in near(index) if sender in boxes)
             return {"session": SecureMessage(members=members, boxes=np.frombuffer(rows, np.uint8).reshape(-1, 80))}
 
-        devices = [roster.ids[index] for index in senders]
-        return {
-            roster.ids.index(answer.device): from_bytes(_tensor(answer, "numbers").tobytes(), self._parameters.width)
+        devices = [roster.ids[index] for index in sorted(boxes)]
+        result = {
+            roster.indices[answer.device]: from_bytes(_tensor(answer, "numbers").tobytes(), self._parameters.width)
             async for answer in self._asked(INPUT, message, devices, self._parameters.least)
         }
+        if not is_connected(result, near):
+            raise SecureSumError("the devices that are left in the ring would give several sums")
+        return result
 
     async def _signatures(self, roster: Roster, shared: frozenset[int], survivors: frozenset[int]) -> dict[int, bytes]:
         """Step 4: returns the devices' valid signatures of the list of the sum, by index."""
@@ -186,7 +199,7 @@ class SumSession:
         text = survivors_message(self._sid, roster.digest, len(roster.ids), shared, survivors)
         result = {}
         async for answer in self._asked(CHECK, {"session": message}, devices, self._threshold(roster)):
-            index, signature = roster.ids.index(answer.device), _tensor(answer, "signature").tobytes()
+            index, signature = roster.indices[answer.device], _tensor(answer, "signature").tobytes()
             if verify_signature(roster.entries[index][100:132], text, signature):
                 result[index] = signature
         self._check_enough(CHECK, len(result), self._threshold(roster))
@@ -200,13 +213,14 @@ class SumSession:
         message = SecureMessage(members=pack_members(survivors, len(roster.ids)), entries=entries)
         present = signatures if self._is_signed else survivors
         devices = [roster.ids[index] for index in sorted(present)]
-        result: dict[int, dict[int, bytes]] = {}
+        near, result = self._near(roster), dict[int, dict[int, bytes]]()
         async for answer in self._asked(UNMASK, {"session": message}, devices, self._threshold(roster)):
-            index, rows = roster.ids.index(answer.device), _tensor(answer, "shares")
-            if len(rows) == len(shared):
-                result[index] = {other: row.tobytes() for other, row in zip(sorted(shared), rows, strict=True)}
+            index, rows = roster.indices[answer.device], _tensor(answer, "shares")
+            owners = sorted(shared.intersection([index, *near(index)]))
+            if len(rows) == len(owners):
+                result[index] = {other: row.tobytes() for other, row in zip(owners, rows, strict=True)}
             else:
-                text = f"{answer.device} sent {len(rows)} shares of {len(shared)} devices, which are not used"
+                text = f"{answer.device} sent {len(rows)} shares of {len(owners)} devices, which are not used"
                 self._cohort.event("wrong-share", text, answer.device)
         self._check_enough(UNMASK, len(result), self._threshold(roster))
         return result
@@ -229,6 +243,12 @@ class SumSession:
 
     def _threshold(self, roster: Roster) -> int:
         return session_threshold(len(roster.ids), self._parameters.degree)
+
+    def _near(self, roster: Roster) -> Callable[[int], list[int]]:
+        return neighbours(roster.sid, len(roster.ids), self._parameters.degree)
+
+    def _is_ring(self, roster: Roster) -> bool:
+        return not is_complete(len(roster.ids), self._parameters.degree)
 
     @property
     def _is_signed(self) -> bool:

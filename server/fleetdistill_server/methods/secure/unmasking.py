@@ -76,7 +76,7 @@ def unmask(
             total -= masks.of_self(secrets.find(device, roster.ids[device], seeds_self(device)))
             continue
         secret = masks.mask_secret(secrets.find(device, roster.ids[device], seeds_masks(device)))
-        for other in near[device]:
+        for other in near(device):
             if other in masked:  # the negative of what the survivor added
                 total += masks.of_pair(device, secret, entries[device].mask_key, other, entries[other].mask_key)
     return Unmasked(total=reduce(total, width), wrong_shares=tuple(sorted(secrets.wrong)))
