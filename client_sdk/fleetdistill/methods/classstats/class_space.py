@@ -8,7 +8,7 @@ space, q directions, C classes of the run. "Line" refers to the section "The mat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -166,15 +166,18 @@ def class_prior(labels_n: Array, classes: int) -> Array:
     return np.asarray(counts / counts.sum())
 
 
-def best_temperature(logits_nc: Array, labels_n: Array, prior_c: Array) -> float:
-    """Returns the value of `TEMPERATURES` that maximises the leave-one-out likelihood of the rows (line `personal`).
+def best_temperature(
+    logits_nc: Array, labels_n: Array, prior_c: Array, temperatures: Sequence[float] = TEMPERATURES
+) -> float:
+    """Returns the temperature that maximises the leave-one-out likelihood of the rows (line `personal`).
 
     Args:
         logits_nc: Logits of the rows, from `leave_one_out`.
         labels_n: Classes of the rows, `[n]`.
         prior_c: Class shares, from `class_prior`.
+        temperatures: The candidates, each above 0.
     """
-    return max(TEMPERATURES, key=lambda one: likelihood(logits_nc / one + np.log(prior_c), labels_n))
+    return max(temperatures, key=lambda one: likelihood(logits_nc / one + np.log(prior_c), labels_n))
 
 
 def _in_all_classes(found_nk: Array, labels: list[int], classes: int) -> Array:

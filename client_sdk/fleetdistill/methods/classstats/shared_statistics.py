@@ -109,10 +109,10 @@ def to_wire(moments: Moments, rank: int, rows_per_direction: int = MIN_ROWS_PER_
     return SharedStatistics(
         labels=list(moments.labels),
         counts=np.minimum(moments.counts, _MAX_COUNT).astype(np.int32),
-        means=_half(moments.means, "means"),
+        means=in_float16(moments.means, "means"),
         directions=directions if count else None,
         steps=steps if count else None,
-        variances=_half(rest, "variances"),
+        variances=in_float16(rest, "variances"),
         df=np.array(min(moments.df, _MAX_COUNT), dtype=np.int32),
     )
 
@@ -186,7 +186,7 @@ def in_int8(rows_rd: Array) -> tuple[Array, Array]:
     Raises:
         KnowledgeError: The size of a level is out of float16's range.
     """
-    steps = _half(np.abs(rows_rd).max(axis=1, initial=0) / _MAX_STEP, "directions")
+    steps = in_float16(np.abs(rows_rd).max(axis=1, initial=0) / _MAX_STEP, "directions")
     steps = np.where(steps == 0, np.float16(1), steps)
     whole = np.round(rows_rd / steps.astype(np.float64)[:, None])
     return np.clip(whole, -_MAX_STEP, _MAX_STEP).astype(np.int8), steps
@@ -199,7 +199,16 @@ def _with_signs(rows_rd: Array) -> Array:
     return np.where(negative[:, None], -rows_rd, rows_rd)
 
 
-def _half(numbers: Array, name: str) -> Array:
+def in_float16(numbers: Array, name: str) -> Array:
+    """Returns the numbers in float16.
+
+    Args:
+        numbers: Any shape, finite.
+        name: What they are, for the error.
+
+    Raises:
+        KnowledgeError: A number does not fit float16.
+    """
     with np.errstate(over="ignore"):
         result = numbers.astype(np.float16)
     if not np.isfinite(result).all():

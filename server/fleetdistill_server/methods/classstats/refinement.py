@@ -1,0 +1,261 @@
+"""Refines the head of class statistics: a convex objective from the merge, and steps from sums of gradients.
+
+The server half of `fleetdistill.methods.classstats.refined_head`. Computes in float64, with NumPy; only the saved state
+uses torch. Symbols: n rows, D numbers per row, K classes, x = (z - m, 1), df degrees of freedom. "Line" refers to the
+section "The mathematics" of `docs/reference/methods/classstats.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleetdistill.errors import KnowledgeError
+from fleetdistill.knowledge import Array
+from fleetdistill.methods.classstats.class_space import shrunk
+from fleetdistill.methods.classstats.refined_head import GradientSum, RefinedHead
+from fleetdistill.methods.classstats.shared_statistics import Moments
+
+_BIAS_PRIOR = 1e-3
+_MIN_CURVATURE = 1e-10  # of a pair of differences; pairs below would make the inverse Hessian indefinite
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Objective:
+    """J(W) = Σ -log softmax(W x)_y + λ/2 tr(W T₃ Wᵀ) over the fleet's counted rows (line `objective`).
+
+    Attributes:
+        labels: The K classes, ascending.
+        counts: N, rows of each class, `[K]` int64.
+        means: M, mean of each class, `[K, D]` float64.
+        mean: m, `[D]` float64; the devices centre their rows with it.
+        metric: T, the shrunk covariance within classes, `[D, D]` float64.
+        scatter: K, scatter of all rows about m, `[D, D]` float64.
+        strength: λ, above 0.
+    """
+
+    labels: tuple[int, ...]
+    counts: Array
+    means: Array
+    mean: Array
+    metric: Array
+    scatter: Array
+    strength: float
+
+    @property
+    def rows(self) -> int:
+        """n, counted rows of all devices."""
+        return int(self.counts.sum())
+
+    @property
+    def curvature(self) -> float:
+        """a, the mean of p (1 - p) at p = 1 / K."""
+        return (1 - 1 / len(self.labels)) / len(self.labels)
+
+    def prior_metric(self) -> Array:
+        """Returns T₃, `[D + 1, D + 1]`: T, and 1e-3 for the bias."""
+        return _with_last(self.metric, _BIAS_PRIOR)
+
+    def hessian(self) -> Array:
+        """Returns H = a K₃ + λ T₃, `[D + 1, D + 1]`: one class's block of the Hessian at W = 0 (line `objective`)."""
+        return self.curvature * _with_last(self.scatter, self.rows) + self.strength * self.prior_metric()
+
+    def start(self) -> Array:
+        """Returns W₀, `[K, D + 1]`: Newton's step from W = 0 (line `start`)."""
+        sums = self.counts[:, None] * (self.means - self.mean)
+        extra = self.counts - self.rows / len(self.labels)
+        return np.linalg.solve(self.hessian(), np.column_stack([sums, extra]).T).T
+
+    def value_and_gradient(self, weights_kd: Array, summed: GradientSum) -> tuple[float, Array]:
+        """Returns J in nats, and its gradient `[K, D + 1]`, at the weights (line `objective`).
+
+        Args:
+            weights_kd: W, `[K, D + 1]`, exactly as the devices had it.
+            summed: Sum over the devices at W.
+        """
+        leaning = weights_kd @ self.prior_metric() * self.strength
+        return summed.loss + float(np.vdot(leaning, weights_kd)) / 2, summed.gradient + leaning
+
+    def leverage(self) -> float:
+        """Returns h, a row's mean share in its own logits, for leave-one-out (line `left_out`)."""
+        twice = 2 * self.curvature
+        inner = np.linalg.solve(twice * self.scatter + self.strength * self.metric, self.scatter)
+        return float((np.trace(inner) + self.rows / (twice * self.rows + self.strength)) / self.rows)
+
+    def head(self, weights_kd: Array) -> RefinedHead:
+        """Returns the head with these weights."""
+        return RefinedHead(labels=self.labels, counts=self.counts, mean=self.mean, weights=weights_kd)
+
+
+def mean_of_rows(moments: Moments) -> Array:
+    """Returns m, the mean of the merge's rows, `[D]` float64 (line `objective`)."""
+    return np.asarray(moments.counts @ moments.means / moments.counts.sum())
+
+
+def strength_rule(rows: int, classes: int, dimensions: int) -> float:
+    """Returns λ = min(n / K, D) (line `objective`)."""
+    return float(min(rows / classes, dimensions))
+
+
+def make_objective(moments: Moments, mean_d: Array, shrinkage: float, strength: float) -> Objective:
+    """Makes the objective of a merge (line `objective`).
+
+    Args:
+        moments: The merge, with at least two classes.
+        mean_d: m, `[D]`, as the devices get it: `mean_of_rows`, rounded to float16.
+        shrinkage: s, in [0, 1).
+        strength: λ, above 0; usually `strength_rule`.
+
+    Raises:
+        KnowledgeError: The merge has fewer than two classes, or no feature varies within a class.
+    """
+    if len(moments.labels) < 2:
+        raise KnowledgeError(f"a refined head needs at least two classes, but the merge has {len(moments.labels)}")
+    if not np.diag(moments.covariance).any():
+        raise KnowledgeError("no feature varies within a class; check the extractor and its inputs")
+    mean = mean_d.astype(np.float64)
+    metric, away = shrunk(moments.covariance, shrinkage), moments.means - mean
+    return Objective(
+        labels=moments.labels,
+        counts=moments.counts,
+        means=moments.means,
+        mean=mean,
+        metric=metric,
+        scatter=moments.df * metric + (moments.counts[:, None] * away).T @ away,
+        strength=strength,
+    )
+
+
+class Refinement:
+    """Steps of L-BFGS towards the objective's minimum, preconditioned with the Hessian at W = 0 (line `step`).
+
+    Each step uses sums of the devices at the weights as they were sent, so rounding of the weights does no harm.
+
+    Attributes:
+        objective: What is minimised.
+        weights: The next weights to evaluate, `[K, D + 1]` float64; W₀ before the first step.
+        values: J of the evaluated weights, in their order, in nats.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+        self.weights = objective.start()
+        self.restart()
+
+    def restart(self) -> None:
+        """Discards everything but the weights: the sums are over other devices from now on."""
+        self.values: list[float] = []
+        self._pairs: list[tuple[Array, Array]] = []  # differences of weights and gradients
+        self._last: tuple[Array, Array] | None = None  # weights and gradient of the last evaluation
+        self._best: Array | None = None
+
+    def step(self, evaluated_kd: Array, summed: GradientSum) -> Array:
+        """Takes a step from evaluated weights; returns the next weights, `[K, D + 1]` float64.
+
+        Args:
+            evaluated_kd: `weights`, as the devices had them: rounded to float16.
+            summed: Sum over the devices at these weights.
+        """
+        evaluated = evaluated_kd.astype(np.float64)
+        value, gradient = self.objective.value_and_gradient(evaluated, summed)
+        if self._best is None or value < min(self.values):
+            self._best = evaluated
+        self.values.append(value)
+        if self._last is not None:
+            moved, turned = evaluated - self._last[0], gradient - self._last[1]
+            if np.vdot(moved, turned) > _MIN_CURVATURE:
+                self._pairs.append((moved, turned))
+        self._last = evaluated, gradient
+        self.weights = evaluated - self._direction(gradient)
+        return self.weights
+
+    def _direction(self, gradient: Array) -> Array:
+        """Returns the inverse Hessian of L-BFGS times the gradient: the two loops, with all pairs."""
+        shares = []
+        rest = gradient.copy()
+        for moved, turned in reversed(self._pairs):
+            share = np.vdot(moved, rest) / np.vdot(moved, turned)
+            rest -= share * turned
+            shares.append(share)
+        result = np.linalg.solve(self.objective.hessian(), rest.T).T
+        for (moved, turned), share in zip(self._pairs, reversed(shares), strict=True):
+            result += (share - np.vdot(turned, result) / np.vdot(moved, turned)) * moved
+        return result
+
+    def final(self) -> Array:
+        """Returns the final weights, `[K, D + 1]` (line `step`).
+
+        They are the next ones, or, if the last evaluation was worse than an earlier one, the evaluated ones with the
+        least J.
+        """
+        if self._best is not None and self.values[-1] > min(self.values):
+            return self._best
+        return self.weights
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state, from which the next step is bit-identical."""
+        return {
+            "objective": {
+                name: torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value
+                for name, value in (vars(self.objective) | {"labels": list(self.objective.labels)}).items()
+            },
+            "weights": _stored(self.weights),
+            "values": list(self.values),
+            "pairs": [[_stored(moved), _stored(turned)] for moved, turned in self._pairs],
+            "last": None if self._last is None else [_stored(item) for item in self._last],
+            "best": None if self._best is None else _stored(self._best),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Refinement:
+        """Returns the refinement whose `state_dict` this is."""
+        values = {
+            name: one.numpy() if isinstance(one, torch.Tensor) else one for name, one in state["objective"].items()
+        }
+        result = cls(Objective(**(values | {"labels": tuple(values["labels"])})))
+        result.weights, result.values = state["weights"].numpy(), list(state["values"])
+        result._pairs = [(moved.numpy(), turned.numpy()) for moved, turned in state["pairs"]]
+        result._last = None if state["last"] is None else (state["last"][0].numpy(), state["last"][1].numpy())
+        result._best = None if state["best"] is None else state["best"].numpy()
+        return result
+
+
+def why_refused(summed: GradientSum, shape: tuple[int, int]) -> str | None:
+    """Returns why a device's sums cannot be right, as a sentence's end; None if they can.
+
+    Args:
+        summed: The sums as they were sent: the gradient in float16.
+        shape: `(K, D + 1)`.
+    """
+    gradient, loss, rows = summed
+    if gradient.shape != shape:
+        return f"the gradient is {list(gradient.shape)}, expected {list(shape)}"
+    if not np.isfinite(gradient).all():
+        return "the gradient is not finite"
+    if rows < 1:
+        return f"the sums are of {rows} rows, expected at least 1"
+    if not (math.isfinite(loss) and loss >= 0):
+        return f"the loss is {loss:g}, expected a finite number of at least 0"
+    wide = gradient.astype(np.float64)
+    off = np.abs(wide.sum(axis=0))
+    allowed = 2.0**-10 * np.abs(wide).sum(axis=0) + len(wide) * 2.0**-24  # twice what float16 rounds away
+    if (off > allowed).any():
+        column = int((off - allowed).argmax())
+        return f"column {column} of the gradient sums to {wide[:, column].sum():.2g} over the classes, expected 0"
+    return None
+
+
+def _with_last(square: Array, last: float) -> Array:
+    """Returns the matrix with a further diagonal entry."""
+    result = np.zeros((len(square) + 1, len(square) + 1))
+    result[:-1, :-1], result[-1, -1] = square, last
+    return result
+
+
+def _stored(array: Array) -> torch.Tensor:
+    return torch.from_numpy(np.array(array))
