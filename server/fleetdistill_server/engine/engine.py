@@ -198,7 +198,8 @@ class Engine:
         last = self._store.history.last_event(self._name)
         if last is None:
             return "run `fleetdistill runs show` for details"
-        return f"the last event is from round {last.round}: {last.device} {last.kind}, {last.text}"
+        kind = f"{last.device} {last.kind}" if last.device else last.kind
+        return f"the last event is from round {last.round}: {kind}, {last.text}"
 
     def prepare(self) -> None:
         """Publishes the contract of a new run, or restores the state of an earlier start."""

@@ -19,7 +19,7 @@ from fleetdistill_server.views.runs import TableRow
 
 _ROUND_COLUMNS = [
     table.number("round", "Round", width=85, sort="desc", flex=0, pinned="left"),
-    table.text("status", "Status", flex=2, minWidth=110),
+    table.text("status", "Status", flex=2, minWidth=110, wrapText=True, autoHeight=True),
     table.number("cohort", "Devices asked", minWidth=85),
     table.number("used", "Answers used", minWidth=95),
     table.number("reported", "Answers not used", minWidth=95),
