@@ -50,7 +50,14 @@ def _display_row(row: TableRow) -> TableRow:
     return {**row, "wanted_rounds": UNTIL_STOPPED} if row.get("wanted_rounds", 0) is None else row
 
 
-_HEADINGS = {"cohort": "devices asked", "used": "answers used", "reported": "answers not used"}
+_HEADINGS = {
+    "cohort": "devices asked",
+    "used": "answers used",
+    "reported": "answers not used",
+    "min_devices": "q",
+    "threshold": "t",
+    "noise_shares": "m",
+}
 """Table headings for columns whose names, which scripts read, are too terse."""
 
 

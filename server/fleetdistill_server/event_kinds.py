@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["SECURE_SUM", "SECURE_SUM_FAILED"]
+
 LEFT_OUT = ("summary-left-out", "update-left-out", "upload-left-out")
 """Kinds of events for a device whose answer was left out as an outlier."""
 MOST_OF_THE_WEIGHT = "most-of-the-weight"
@@ -12,5 +14,9 @@ ENGINE_FAILED = "engine-failed"
 """Kind of the event that records why an engine failed."""
 ENGINE_RESTARTED = "engine-restarted"
 """Kind of the event for an engine that is started again after a failure, or after a crash of its server."""
+SECURE_SUM = "secure-sum"
+"""Kind of the event for a secure sum that was made."""
+SECURE_SUM_FAILED = "secure-sum-failed"
+"""Kind of the event for a secure sum that there is not."""
 GUARD = "-guard"
 """Suffix of the event kinds of methods' guards; see `Cohort.guard`."""

@@ -38,10 +38,13 @@ from fleetdistill_server.store.operator_calls import Outcome
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.texts import counted
 from fleetdistill_server.views.results import NOTHING, deleted, left_for_later, pruned, rolled_back
+from fleetdistill_server.views.runs import View
 
 StartOption = Annotated[bool, typer.Option("--start", help="Start the run too.")]
 _MAX_ROUNDS = 20
 """Number of rounds that `runs show` prints; the newest ones."""
+_STEPS_OF_SUMS = ("keys", "boxes", "signatures", "shares")
+"""Columns of secure sums that only `--json` and the dashboard have."""
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 runs_app = typer.Typer(help="Inspects and manages runs.", no_args_is_help=True)
 
@@ -211,11 +214,24 @@ def runs_show(
     """Shows a run's last rounds, figures and events; --json has all rounds. Example: fleetdistill runs show digits"""
     with open_source(store, server, identity) as source:
         view = source.run(run)
+    if not as_json:
+        _shorten(view)
+    show(view, as_json)
+
+
+def _shorten(view: View) -> None:
+    """Leaves the newest rounds, and the columns of secure sums that fit on a terminal."""
     rounds = view.lists["rounds"]
-    if len(rounds) > _MAX_ROUNDS and not as_json:
+    if len(rounds) > _MAX_ROUNDS:
         view.lists["rounds"] = rounds[-_MAX_ROUNDS:]
         view.facts["rounds_shown"] = f"the last {_MAX_ROUNDS} of {len(rounds)}; --json prints all"
-    show(view, as_json)
+    if "secure_sums" in view.lists:
+        first = view.lists["rounds"][0]["round"]
+        view.lists["secure_sums"] = [
+            {name: value for name, value in row.items() if name not in _STEPS_OF_SUMS}
+            for row in view.lists["secure_sums"]
+            if row["round"] >= first
+        ]
 
 
 @runs_app.command("prune")

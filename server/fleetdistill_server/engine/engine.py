@@ -32,6 +32,7 @@ from fleetdistill_server.engine.forgetting import forget_requested
 from fleetdistill_server.engine.group import Group
 from fleetdistill_server.engine.round_training import RoundTraining
 from fleetdistill_server.engine.starting_model import load_starting_model
+from fleetdistill_server.figures import SECURE_SUMS
 from fleetdistill_server.logs import about
 from fleetdistill_server.phases import phase
 from fleetdistill_server.service.registration import register
@@ -376,7 +377,8 @@ class Engine:
                 cohort.event("round-undone", str(reason))
             with self._store.transaction():
                 self._store.runs.assert_owner(self._name, self.token)
-                self._store.runs.close_short_round(self._name, cohort.round, str(reason))
+                kept = {name: value for name, value in cohort.figures.items() if name == SECURE_SUMS}
+                self._store.runs.close_short_round(self._name, cohort.round, str(reason), kept)
                 failpoints.hit("engine.short.before-commit")
             failpoints.hit("engine.short.after-commit")
             self._store.blobs.forget_verified()  # devices may have fetched a damaged blob; the next put rewrites it

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -38,9 +38,11 @@ from fleetdistill.methods.classstats_secure.encoding import decode, moments_of_s
 from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK, statistics_digest
 from fleetdistill.methods.classstats_secure.noise import check_noise, local_variances, noise_bound
 from fleetdistill.secure.primitives import lift
-from fleetdistill.secure.session import PRIVATE, Parameters, session_threshold
+from fleetdistill.secure.session import PRIVATE, Parameters
 from fleetdistill.training.model import fingerprint
 from fleetdistill.wire.codec import encode
+from fleetdistill_server.event_kinds import SECURE_SUM, SECURE_SUM_FAILED
+from fleetdistill_server.figures import SECURE_SUMS, SumFigures
 from fleetdistill_server.methods.base import Needs
 from fleetdistill_server.methods.classstats.merge import Merged, MergeRules, merge_moments
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
@@ -52,8 +54,6 @@ from fleetdistill_server.texts import counted
 
 DEVICES_IN_TABLE = 10
 """Devices of a sum for which tables show bytes."""
-_NAMED = 5
-"""Devices that an event names."""
 CERTIFICATE_IN_TABLE = 400
 """Bytes of a device's certificate for which tables show bytes."""
 _KEYS = {
@@ -115,25 +115,27 @@ class SumServer(ClassStatsServer):
         If none of the first sums is made, the round is short; later, the other devices get the class space without it.
         """
         lacking = [device for device in asked if device not in self._members and self.deliveries.is_askable(device)]
-        failure, sizes = None, list[int]()
-        for number, group in enumerate(self._groups(lacking, cohort)):
+        failure, is_new = None, False
+        groups = self._groups(lacking, cohort)
+        for number, group in enumerate(groups):
             needed = self._needed(len(group))
+            which = f" of group {number + 1}" if len(groups) > 1 else ""
             try:
                 if len(group) < needed:
                     raise QuorumNotReached(KEYS, len(group), needed)
-                sizes.append(await self._sum(cohort, group, number))
+                await self._sum(cohort, group, number, which)
+                is_new = True
             except (QuorumNotReached, SecureSumError) as error:
                 failure = error if isinstance(error, QuorumNotReached) else QuorumNotReached(UNMASK, 0, needed)
                 if group and self._parts and len(group) < needed:
                     text = f"{counted(len(group), 'new device')} must wait for a sum of at least {needed}"
                     cohort.event("waiting-for-batch", text, once=True)
                 elif group:
-                    text = f"no sum of {len(group)} devices: {error}; nothing of them is known"
-                    cohort.event("secure-sum-failed", f"{text}. The events late and declined of this round say why")
+                    text = f"no sum of {len(group)} devices{which}: {error}; nothing of them is known"
+                    cohort.event(SECURE_SUM_FAILED, f"{text}. The events late and declined of this round say why")
         if failure is not None and not self._parts:
             raise failure
-        if sizes:
-            cohort.report("secure_sum_devices", min(sizes))
+        if is_new:
             self.merge_parts(cohort)
             self.check_merge()
 
@@ -147,8 +149,8 @@ class SumServer(ClassStatsServer):
     def _needed(self, asked: int) -> int:
         return max(MIN_IN_SUM, self.config.fewest(asked))
 
-    async def _sum(self, cohort: Cohort, devices: Sequence[str], number: int) -> int:
-        """Makes a round's n-th sum, of these devices, and returns how many are in it.
+    async def _sum(self, cohort: Cohort, devices: Sequence[str], number: int, which: str) -> None:
+        """Makes a round's sum of these devices; `which` tells events of several sums apart.
 
         Raises:
             QuorumNotReached, SecureSumError: There is no sum.
@@ -168,11 +170,15 @@ class SumServer(ClassStatsServer):
             nonce=bytes(nonce.tolist()),
             roster_key=bytes.fromhex(self.config.roster_key),
         )
-        result = await session.sum(devices)
-        self._take(result, parameters, cohort)
-        return len(result.devices)
+        try:
+            result = await session.sum(devices)
+            self._take(result, session.figures(), parameters, cohort, which)
+        except (QuorumNotReached, SecureSumError) as error:
+            cohort.report(SECURE_SUMS, {str(number + 1): asdict(session.figures(error))})
+            raise
+        cohort.report(SECURE_SUMS, {str(number + 1): asdict(session.figures())})
 
-    def _take(self, result: SecureSum, parameters: Parameters, notes: Notes) -> None:
+    def _take(self, result: SecureSum, made: SumFigures, parameters: Parameters, notes: Notes, which: str) -> None:
         """Adds a sum to the parts of the merge. Raises SecureSumError if it cannot be one."""
         for device in result.wrong_shares:
             notes.event("wrong-share", f"{device} gave a wrong share of a secret; the sum is right without it", device)
@@ -183,12 +189,10 @@ class SumServer(ClassStatsServer):
         devices, name = len(result.devices), f"sum {result.sid.hex()[:16]}"
         self._parts[name] = (self.part_of(sums, parameters, devices), "")
         self._members |= dict.fromkeys(result.devices, name)
-        text = f"the sum of {devices} devices is made in {result.seconds:.1f} s, without knowing one device's part"
-        lost = "; ".join(f"{_first(ids)} at {step}" for step, ids in result.dropped.items())
-        notes.event(
-            "secure-sum", f"{text}{f'; dropped out: {lost}' if lost else ''} (not yet reviewed by a cryptographer)"
-        )
-        notes.report("secure_sum_threshold", session_threshold(devices, parameters.degree))
+        text = f"the sum of {devices} devices{which} is made in {made.seconds:.1f} s, without knowing one device's part"
+        text += f"; {made.shares} of them gave shares, {made.threshold} were needed"
+        lost = f"; dropped out: {made.dropped_text}" if made.dropped else ""
+        notes.event(SECURE_SUM, f"{text}{lost} (not yet reviewed by a cryptographer)")
 
     def _digest(self) -> bytes:
         initial = self.initial()
@@ -320,12 +324,6 @@ class ClassStatsSummedServer(SumServer):
 
     def _free(self, devices: Sequence[str]) -> None:
         """Keeps the devices out of further sums."""
-
-
-def _first(devices: Sequence[str]) -> str:
-    """Returns the names of devices, of many the first ones."""
-    more = f" and {len(devices) - _NAMED} more" if len(devices) > _NAMED else ""
-    return ", ".join(devices[:_NAMED]) + more
 
 
 class _OfSums:

@@ -186,7 +186,7 @@ class Source(ABC):
         return self.read(Query("overview"))
 
     def rounds(self, run: str, after: int = -1) -> View:
-        """Returns the list `rounds` after a round: figures, losses in nats, accuracies in [0, 1], bytes, times."""
+        """Returns the list `rounds` after a round, with `secure_sums`; losses are in nats, accuracies in [0, 1]."""
         return self.read(Query("rounds", run, after=after))
 
     def traffic(self, run: str, after: int = -1) -> View:

@@ -329,11 +329,20 @@ class Runs:
             self._db.write(_NOTE_CHECKPOINT, self._db.now(), run)
             return self._drop_old_checkpoints(run)
 
-    def close_short_round(self, run: str, number: int, reason: str) -> None:
-        """Closes a short round: all unused uploads become `reported`, and it does not count as a completed round."""
+    def close_short_round(
+        self, run: str, number: int, reason: str, figures: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Closes a short round: all unused uploads become `reported`, and it does not count as a completed round.
+
+        Args:
+            run: Name of the run.
+            number: Round number.
+            reason: Why it is short.
+            figures: JSON-serializable figures that say more of the reason; the round has no result to report on.
+        """
         with self._db.transaction():
             why = shorten(reason)
-            self._end_round(run, number, RoundStatus.SHORT, why, {})
+            self._end_round(run, number, RoundStatus.SHORT, why, dict(figures))
             settle_until(self._db, run, number, shorten(f"round short: {why}"))
 
     def _end_round(

@@ -32,6 +32,7 @@ from fleetdistill_server.store.sums import (
     figures_of_devices,
     rounds_with_answers,
 )
+from fleetdistill_server.store.traffic import ENVELOPE
 
 _ASKS = f"SELECT a.*, {UPLOAD_COLUMNS} FROM asks a LEFT JOIN uploads u ON u.ask = a.id AND u.quarantined_at IS NULL"
 _BYTES = ("up", "down", "envelope_bytes", "up_sent", "down_sent")
@@ -124,6 +125,21 @@ class Summaries:
             f"SELECT {names}, {_SUMS_OF_BYTES} FROM {counted} GROUP BY {names} ORDER BY {names}", *values
         )
         return [{**row, **{name: int(row[name]) for name in _BYTES}} for row in rows]
+
+    def bytes_of_sums(self, run: str, number: int) -> list[tuple[int, int]]:
+        """Returns the bytes from and to the devices of each secure sum of a round on the link, in the sums' order.
+
+        These are the sums' messages, and the headers of all payloads of these devices in the round.
+        """
+        sent = "coalesce(sum(t.sent_bytes) FILTER (WHERE t.direction = '{}'), 0) AS {}"
+        rows = self._db.rows(
+            f"SELECT {sent.format('up', 'up')}, {sent.format('down', 'down')} FROM asks a LEFT JOIN traffic t "
+            "ON t.run = a.run AND t.round = a.round AND t.device = a.device AND t.kind IN ('secure_message', ?3) "
+            "WHERE a.run = ?1 AND a.round = ?2 AND a.step = 'secure_keys' "
+            "GROUP BY a.step_number ORDER BY a.step_number",
+            *(run, number, ENVELOPE),
+        )
+        return [(int(row["up"]), int(row["down"])) for row in rows]
 
     def reported_uploads(self, run: str) -> list[Upload]:
         """Returns the accepted answers that are not in a result, oldest first."""

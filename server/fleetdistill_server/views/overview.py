@@ -12,7 +12,16 @@ from fleetdistill_server.store.states import RoundStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.texts import round_or_none
-from fleetdistill_server.views.runs import TableRow, View, bytes_by, contract_of, event_row, round_rows, run_row
+from fleetdistill_server.views.runs import (
+    TableRow,
+    View,
+    bytes_by,
+    contract_of,
+    event_row,
+    round_rows,
+    run_row,
+    secure_sum_rows,
+)
 
 __all__ = ["RECENT"]
 
@@ -63,12 +72,19 @@ def _last(values: Iterable[float | str | None]) -> float | str | None:
 
 
 def rounds(store: Store, run: str, after: int) -> View:
-    """Returns the figures of the rounds after a round, with their times in seconds since 1970."""
+    """Returns the figures of the rounds after a round, with their times in seconds since 1970 and their secure sums."""
     shown = store.runs.existing(run)
     figures = round_figures(store.database, run, after + 1)
     rows = round_rows(store, shown, figures)
-    times = [{"started_at": figure.round.started_at, "ended_at": figure.round.ended_at} for figure in figures]
-    return View({"rounds": [{**row, **at} for row, at in zip(rows, times, strict=True)]})
+    more = [
+        {
+            "started_at": figure.round.started_at,
+            "ended_at": figure.round.ended_at,
+            "secure_sums": secure_sum_rows(store, run, figure),
+        }
+        for figure in figures
+    ]
+    return View({"rounds": [{**row, **one} for row, one in zip(rows, more, strict=True)]})
 
 
 def traffic(store: Store, run: str, after: int) -> View:

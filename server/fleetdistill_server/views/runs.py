@@ -11,6 +11,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import GENERAL
 from fleetdistill.methods import config_class
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.figures import sums_of
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.served import NOT_SERVED, Served, state_of
 from fleetdistill_server.store.records import Device, Event, Replacements, ReportedFigure, Run, Upload
@@ -80,8 +81,10 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
     shown = store.runs.existing(name)
     expectations = expected(store, name)
     figures = round_figures(store.database, name)
+    sums = [row for figure in figures for row in secure_sum_rows(store, name, figure)]
     lists = {
         "rounds": round_rows(store, shown, figures),
+        **({"secure_sums": sums} if sums else {}),
         **_answers(store, name),
         **_leave_one_out(expectations),
         "bytes": store.summaries.bytes_of_devices(name),
@@ -129,6 +132,36 @@ def round_rows(store: Store, run: Run, figures: Sequence[RoundFigures]) -> list[
             "bytes_down": figure.bytes_down,
         }
         for figure in figures
+    ]
+
+
+def secure_sum_rows(store: Store, run: str, figure: RoundFigures) -> list[TableRow]:
+    """Returns the secure sums of a round as rows; numbers of devices are None for steps that a sum did not reach.
+
+    `sum` is the number of a sum of several in its round.
+    """
+    sums = sums_of(figure.round.figures)
+    sent = store.summaries.bytes_of_sums(run, figure.round.number) if sums else []
+    return [
+        {
+            "round": figure.round.number,
+            "sum": number if len(sums) > 1 else None,
+            "status": f"failed: {one.failure}" if one.failure else "made",
+            "asked": one.asked,
+            "keys": one.keys,
+            "boxes": one.boxes,
+            "inputs": one.inputs,
+            "signatures": one.signatures,
+            "shares": one.shares,
+            "min_devices": one.min_devices,
+            "threshold": one.threshold,
+            "noise_shares": one.noise_shares,
+            "dropped": one.dropped_text,
+            "seconds": round(one.seconds, 2),
+            "bytes_up": up,
+            "bytes_down": down,
+        }
+        for (number, one), (up, down) in zip(sorted(sums.items()), sent, strict=False)
     ]
 
 

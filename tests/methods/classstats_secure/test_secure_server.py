@@ -27,6 +27,7 @@ from fleetdistill.wire.codec import encode
 from fleetdistill.wire.payload import chunks
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import ModelSection
+from fleetdistill_server.figures import sums_of
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.base import ServerMethod
@@ -100,7 +101,10 @@ def test_a_sum_gives_all_devices_the_fleets_space():
     assert "5 devices" in cohort.events[0].text
     expected = ROWS * 5 * config_of().guarantee.mu * math.sqrt(4 / 5)
     assert cohort.figures["strength"] == pytest.approx(expected, rel=0.05)
-    assert (cohort.figures["secure_sum_devices"], cohort.figures["secure_sum_threshold"]) == (5, 4)
+    (made,) = sums_of(cohort.figures).values()
+    assert (made.asked, made.keys, made.boxes, made.inputs, made.signatures, made.shares) == (5, 5, 5, 5, None, 5)
+    assert (made.min_devices, made.threshold, made.noise_shares) == (4, 4, 4)
+    assert (made.dropped, made.failure) == ({}, "")
 
 
 def test_no_answer_contains_rows_or_their_number():
@@ -131,6 +135,27 @@ def test_the_event_names_the_first_of_many_that_dropped_out():
     names = "abcdefghijklmnopqrstu"
     (cohort,) = play(make_server(SUMMED), devices(names, 40, SUMMED), silent=[(INPUT, name) for name in names[:6]])
     assert "dropped out: a, b, c, d, e and 1 more at secure_input" in cohort.events[0].text
+
+
+def test_figures_of_a_failed_sum_say_where_it_failed():
+    """Of five devices, two do not send their numbers; four must, and the shares are not asked for."""
+    server, fleet = make_server(), devices("abcdefgh")
+    play(server, {name: fleet[name] for name in "abc"})
+    (cohort,) = play(server, fleet, completed=1, silent=[(INPUT, "d"), (INPUT, "g")])
+    (failed,) = sums_of(cohort.figures).values()
+    assert failed.failure == "3 of 5 devices answered secure_input, 4 were needed"
+    assert (failed.asked, failed.keys, failed.boxes, failed.inputs, failed.shares) == (5, 5, 5, 3, None)
+    assert (failed.threshold, failed.dropped) == (4, {INPUT: ["d", "g"]})
+    assert failed.dropped_text == "d, g at secure_input"
+
+
+def test_a_sum_without_keys_has_no_threshold_and_no_noise():
+    server, fleet = make_server(SUMMED), devices("abcdef", method=SUMMED)
+    play(server, {name: fleet[name] for name in "abc"})
+    (cohort,) = play(server, fleet, completed=1, silent=[(KEYS, "d"), (KEYS, "e")])
+    (failed,) = sums_of(cohort.figures).values()
+    assert failed.failure == "1 of 3 devices answered secure_keys, 3 were needed"
+    assert (failed.keys, failed.boxes, failed.threshold, failed.noise_shares) == (1, None, None, None)
 
 
 @pytest.mark.parametrize("step", [KEYS, SHARES, INPUT, UNMASK])
@@ -320,7 +345,8 @@ def test_groups_form_separate_sums_at_random(method):
     assert set().union(*parts.values()) == set(names)
     assert set("abcd") not in parts.values(), "not by id"
     assert cohort.kinds.count("secure-sum") == 3
-    assert (cohort.figures["secure_sum_devices"], cohort.figures["secure_sum_threshold"]) == (4, 3)
+    assert [(one.inputs, one.threshold) for one in sums_of(cohort.figures).values()] == [(4, 3)] * 3
+    assert [f"of group {number} is made" in cohort.events[number - 1].text for number in (1, 2, 3)] == [True] * 3
     assert {accuracy(half) for half in fleet.values()} == {1.0}
 
 

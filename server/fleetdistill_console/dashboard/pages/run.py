@@ -20,6 +20,7 @@ from fleetdistill_console.dashboard.panels.tables import (
     EventsPanel,
     RoundsPanel,
     SettingsPanel,
+    SumsPanel,
     TrafficPanel,
 )
 from fleetdistill_console.dashboard.readers import RUNS
@@ -38,7 +39,7 @@ class Panel(Protocol):
 TABS: dict[str, Sequence[Callable[[Board, str], Panel]]] = {
     "Overview": (CurvesPanel, RoundPanel),
     "Devices": (DevicesPanel,),
-    "Rounds": (RoundsPanel,),
+    "Rounds": (RoundsPanel, SumsPanel),
     "Events": (EventsPanel,),
     "Data and bytes": (TrafficPanel, ClassesPanel),
     "Settings": (SettingsPanel,),

@@ -48,6 +48,10 @@ _DEVICE_COLUMNS = [
     table.time("last_seen", "Last seen (UTC)", minWidth=128),
     table.time("certificate_expires", "Certificate until", to="day", minWidth=108),
 ]
+_SUMS_NOTE = (
+    "Numbers of devices by step. At least q must be in a sum and t give shares; the guarantee counts on m shares of "
+    "noise. Not yet reviewed by a cryptographer."
+)
 _COUNTS = ("up_sent", "down_sent", "up", "down")
 _UP, _DOWN, _SAVED = "Received from devices", "Sent to devices", "Saved by compression"
 _TRAFFIC_COLUMNS = [
@@ -96,6 +100,43 @@ class RoundsPanel:
         rows = self._board.feed.look(rounds(self._run)).value
         if rows is not None:
             self._table.show([{**row, "id": row["round"]} for row in rows])
+
+
+_SUM_COLUMNS = [
+    table.number("round", "Round", width=85, sort="desc", flex=0, pinned="left", filter=False),
+    table.number("sum", "Sum", minWidth=60, filter=False),
+    table.text("status", "Status", flex=3, minWidth=150, filter=False, wrapText=True, autoHeight=True),
+    table.number("asked", "Asked", minWidth=70, filter=False),
+    table.number("keys", "Keys", minWidth=65, filter=False),
+    table.number("boxes", "Boxes", minWidth=70, filter=False),
+    table.number("inputs", "Inputs", minWidth=70, filter=False),
+    table.number("shares", "Shares", minWidth=75, filter=False),
+    table.number("min_devices", "q", minWidth=50, filter=False),
+    table.number("threshold", "t", minWidth=50, filter=False),
+    table.number("noise_shares", "m", minWidth=50, filter=False),
+    table.text("dropped", "Dropped out", flex=3, minWidth=150, filter=False, wrapText=True, autoHeight=True),
+    table.number("seconds", "Duration (s)", minWidth=85, filter=False),
+    table.size("bytes_up", "Received", minWidth=90, filter=False),
+    table.size("bytes_down", "Sent", minWidth=70, filter=False),
+]
+
+
+class SumsPanel:
+    """A table of the run's secure sums, newest first; not shown for a run without any."""
+
+    def __init__(self, board: Board, run: str) -> None:
+        self._board, self._run = board, run
+        with ui.element("div") as self._box, panel("Secure sums"):
+            ui.label(_SUMS_NOTE).classes("fd-muted")
+            self._table = LiveTable("Secure sums of the run", _SUM_COLUMNS, "No sum has been tried.", "24rem")
+        self._box.set_visibility(False)
+
+    def update(self) -> None:
+        """Shows the sums of the rounds that have ended."""
+        read = self._board.feed.look(rounds(self._run)).value or ()
+        rows = [{**one, "id": f"{one['round']}/{one['sum']}"} for row in read for one in row["secure_sums"]]
+        self._box.set_visibility(bool(rows))
+        self._table.show(rows)
 
 
 ALL = "all kinds"

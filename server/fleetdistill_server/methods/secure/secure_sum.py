@@ -25,8 +25,10 @@ from fleetdistill.secure.session import (
     session_threshold,
     survivors_message,
 )
+from fleetdistill_server.figures import SumFigures
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, PayloadFor
 from fleetdistill_server.methods.secure.unmasking import unmask
+from fleetdistill_server.texts import counted
 
 _SIGNED_ENTRY = 196
 
@@ -47,18 +49,14 @@ class SecureSum:
         devices: Ids of the devices in the sum.
         sid: Id of the sum.
         roster: Digest of the devices' keys.
-        dropped: Ids of the devices that did not answer, by the step that they did not answer.
         wrong_shares: Ids of the devices that gave a wrong share.
-        seconds: Time from the first ask to the sum.
     """
 
     total: Numbers
     devices: tuple[str, ...]
     sid: bytes
     roster: bytes
-    dropped: Mapping[str, Sequence[str]]
     wrong_shares: tuple[str, ...]
-    seconds: float
 
 
 class SumSession:
@@ -88,7 +86,10 @@ class SumSession:
         self._roster_key = roster_key
         self._cohort, self._ask, self._parameters, self._nonce = cohort, ask, parameters, nonce
         self._sid = session_id(run, cohort.round, 1, nonce, digest, parameters.pack())
+        self._asked_devices: dict[str, int] = {}
+        self._answered: dict[str, int] = {}
         self._dropped: dict[str, list[str]] = {}
+        self._began = time.monotonic()
 
     async def sum(self, devices: Sequence[str]) -> SecureSum:
         """Returns the sum over those of the devices that answer the first three steps.
@@ -97,7 +98,7 @@ class SumSession:
             QuorumNotReached: Too few devices answered a step; nothing of any device is known.
             SecureSumError: The shares that came in do not unmask the sum.
         """
-        began = time.monotonic()
+        self._began = time.monotonic()
         roster, endorsements = await self._keys(devices)
         boxes = await self._shares(roster, endorsements)
         masked = await self._inputs(roster, boxes)
@@ -113,9 +114,32 @@ class SumSession:
             devices=tuple(roster.ids[index] for index in sorted(masked)),
             sid=self._sid,
             roster=roster.digest,
-            dropped=self._dropped,
             wrong_shares=tuple(roster.ids[index] for index in result.wrong_shares),
-            seconds=time.monotonic() - began,
+        )
+
+    def figures(self, failure: Exception | None = None) -> SumFigures:
+        """Returns what became of the sum, after `sum`.
+
+        Args:
+            failure: What `sum` raised, or why its result is thrown away; None for a sum that was made.
+        """
+        text, parameters, answered = "" if failure is None else str(failure), self._parameters, self._answered
+        if isinstance(failure, QuorumNotReached):
+            step, asked = next(reversed(self._asked_devices.items()))
+            text = f"{failure.answered} of {counted(asked, 'device')} answered {step}, {failure.needed} were needed"
+        return SumFigures(
+            asked=self._asked_devices[KEYS],
+            keys=answered.get(KEYS),
+            boxes=answered.get(SHARES),
+            inputs=answered.get(INPUT),
+            signatures=answered.get(CHECK),
+            shares=answered.get(UNMASK),
+            min_devices=parameters.least,
+            threshold=session_threshold(answered[KEYS], parameters.degree) if SHARES in self._asked_devices else None,
+            noise_shares=parameters.honest or None,
+            dropped=self._dropped,
+            seconds=round(time.monotonic() - self._began, 3),
+            failure=text,
         )
 
     async def _keys(self, devices: Sequence[str]) -> tuple[Roster, dict[str, bytes]]:
@@ -230,6 +254,7 @@ class SumSession:
     ) -> AsyncIterator[DeviceAnswer]:
         """Asks a step, yields the answers, and notes who did not answer. Raises QuorumNotReached."""
         answered = []
+        self._asked_devices[step] = len(devices)
         async for answer in self._ask(step, payload, to=devices):
             answered.append(answer.device)
             yield answer
@@ -238,6 +263,7 @@ class SumSession:
         self._check_enough(step, len(answered), needed)
 
     def _check_enough(self, step: str, answered: int, needed: int) -> None:
+        self._answered[step] = answered
         if answered < needed:
             raise QuorumNotReached(step, answered, needed)
 
