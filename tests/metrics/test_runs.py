@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
 from fleetdistill import knowledge
 from fleetdistill_console.metrics.runs import MAX_RUNS, STATES, RunsCollector
+from fleetdistill_server.figures import SumFigures
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
@@ -107,6 +110,58 @@ def test_accuracy_and_loss_are_those_of_their_split(tmp_path: Path) -> None:
     result = {item.name.removeprefix("fleetdistill_last_round_"): item.samples for item in collector.collect()}
     shown = {name: {item.labels["split"]: item.value for item in result[name]} for name in ("accuracy_ratio", "loss")}
     assert shown == {"accuracy_ratio": {"test": 0.9, "train": 1.0}, "loss": {"test": 2.1, "train": 0.3}}
+    collector.close()
+    store.close()
+
+
+def sum_figures(**changes: Any) -> dict[str, Any]:
+    """A sum of four of five devices in 2.5 s."""
+    made = SumFigures(
+        asked=5,
+        keys=5,
+        boxes=5,
+        inputs=4,
+        signatures=None,
+        shares=4,
+        min_devices=4,
+        threshold=4,
+        noise_shares=4,
+        dropped={"secure_input": ["d4"]},
+        seconds=2.5,
+        failure="",
+    )
+    return asdict(replace(made, **changes))
+
+
+def test_secure_sums_are_counted_and_the_last_one_described(tmp_path: Path) -> None:
+    """Two sums of a round that is closed, a failed one of a short round, and one of a round that is open."""
+    store = Store.open(tmp_path)
+    for name in ("sums", "other"):
+        store.runs.begin(name, {})
+    collector = RunsCollector(tmp_path, clock=iter(range(0, 100, 10)).__next__)
+    assert values(collector, "fleetdistill_secure_sums_total") == {}
+    number = store.runs.start_round("sums", ["d0"])
+    for group in (1, 2):
+        store.history.add_event("sums", "secure-sum", f"group {group}", number=number)
+    store.runs.close_round("sums", number, b"", [], {"secure_sums": {"1": sum_figures(), "2": sum_figures(asked=6)}})
+    number = store.runs.start_round("sums", ["d0"])
+    store.history.add_event("sums", "secure-sum-failed", "too few", number=number)
+    failed = sum_figures(inputs=3, shares=None, seconds=1.5, failure="too few")
+    store.runs.close_short_round("sums", number, "too few", {"secure_sums": {"1": failed}})
+    number = store.runs.start_round("sums", ["d0"])
+    store.history.add_event("sums", "secure-sum", "group 1", number=number)
+    read = {item.samples[0].name.removeprefix("fleetdistill_"): item.samples for item in collector.collect()}
+    assert {sample.labels["outcome"]: sample.value for sample in read["secure_sums_total"]} == {"made": 3, "failed": 1}
+    assert {sample.labels["state"]: sample.value for sample in read["last_secure_sum_devices"]} == {
+        "asked": 5,
+        "keys": 5,
+        "boxes": 5,
+        "inputs": 3,
+        "min_devices": 4,
+        "threshold": 4,
+    }
+    (seconds,) = read["last_secure_sum_duration_seconds"]
+    assert (seconds.labels, seconds.value) == ({"run": "sums"}, 1.5)
     collector.close()
     store.close()
 

@@ -30,6 +30,9 @@ pytestmark = pytest.mark.slow
 DEVICES = ("camera-7", "camera-8")
 MISSING = {
     "fleetdistill_engine_gpu_memory_bytes",  # without a GPU
+    "fleetdistill_secure_sums_total",  # FedAvg makes none; see test_runs.py
+    "fleetdistill_last_secure_sum_devices",
+    "fleetdistill_last_secure_sum_duration_seconds",
     "fleetdistill_last_round_method_figure",  # FedAvg declares none; see tests/views/test_surfaces.py
     "fleetdistill_uploads_refused_total",  # see test_crashes.py
 }

@@ -11,6 +11,7 @@ import pytest
 from support.summed_run import RUN, make_summed_run
 from typer.testing import CliRunner
 
+from fleetdistill_console.metrics.runs import RunsCollector
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.figures import SumFigures
 from fleetdistill_server.operations.source import LocalStore
@@ -84,6 +85,15 @@ def test_runs_show_prints_the_sums(directory: Path) -> None:
     said = "1 failed: 3 of 5 devices answered secure_input, 4 were needed 5 3 4 4 4 device-3, device-4 at secure_input "
     assert " ".join(first.split()).startswith(said)
     assert " ".join(second.split()).startswith("2 made 5 4 4 4 4 device-4 at secure_input ")
+
+
+def test_the_metrics_have_the_sums(directory: Path) -> None:
+    collector = RunsCollector(directory)
+    read = {item.samples[0].name.removeprefix("fleetdistill_"): item.samples for item in collector.collect()}
+    collector.close()
+    assert {sample.labels["outcome"]: sample.value for sample in read["secure_sums_total"]} == {"made": 1, "failed": 1}
+    devices = {sample.labels["state"]: sample.value for sample in read["last_secure_sum_devices"]}
+    assert devices == {"asked": 5, "keys": 5, "boxes": 5, "inputs": 4, "shares": 4, "min_devices": 4, "threshold": 4}
 
 
 def test_rounds_have_their_sums_for_the_dashboard(directory: Path) -> None:

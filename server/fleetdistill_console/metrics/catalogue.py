@@ -87,6 +87,13 @@ METHOD_FIGURE = _gauge(
     "Number that the method reported for the last completed round, as in `runs show`.",
     *("run", "figure"),
 )
+SUMS = _counter("secure_sums", "Secure sums of a run in its events; outcome is made or failed.", "run", "outcome")
+SUM_DEVICES = _gauge(
+    "last_secure_sum_devices",
+    "Devices of a run's last secure sum that were asked and answered each step, and its limits q and t.",
+    *("run", "state"),
+)
+SUM_SECONDS = _gauge("last_secure_sum_duration_seconds", "Duration of a run's last secure sum, made or failed.", "run")
 BEGUN = _counter("uploads_begun", "Upload calls that reached the front.")
 ACKNOWLEDGED = _counter("uploads_acknowledged", "Answers that were committed, so that their receipt exists.")
 REFUSED = _counter("uploads_refused", "Upload calls that ended with an error code of the server.", "code")

@@ -19,6 +19,8 @@ from prometheus_client.metrics_core import Metric
 from fleetdistill.errors import FleetDistillError
 from fleetdistill_console.metrics import catalogue
 from fleetdistill_console.metrics.catalogue import Samples
+from fleetdistill_server.event_kinds import SECURE_SUM, SECURE_SUM_FAILED
+from fleetdistill_server.figures import SumFigures
 from fleetdistill_server.logs import Interruption
 from fleetdistill_server.service.served import placed, state_of
 from fleetdistill_server.store.run_figures import RoundFigures, RunFigures, run_counts, run_figures
@@ -35,6 +37,9 @@ STATES = (*RunStatus, QUEUED, WAITING, IDLE)
 """States of a run, which the label `status` has."""
 _BY_NAME = {"accuracy": catalogue.ACCURACY, "loss": catalogue.LOSS}
 _SPLITS = ("train", "test")
+_OUTCOMES = {SECURE_SUM: "made", SECURE_SUM_FAILED: "failed"}
+SUM_STATES = ("asked", "keys", "boxes", "inputs", "signatures", "shares", "min_devices", "threshold")
+"""Numbers of a secure sum's devices, which the label `state` has."""
 
 
 class RunsCollector:
@@ -111,6 +116,11 @@ def _add(samples: Samples, run: RunFigures, state: str) -> None:
             samples.add(metric, value, name)
     if run.last is not None:
         _add_last_round(samples, name, run.last)
+    for kind, outcome in _OUTCOMES.items():
+        if run.sums:
+            samples.add(catalogue.SUMS, run.sums[kind], name, outcome)
+    if run.last_sum is not None:
+        _add_last_sum(samples, name, run.last_sum)
 
 
 def _add_last_round(samples: Samples, run: str, last: RoundFigures) -> None:
@@ -120,6 +130,13 @@ def _add_last_round(samples: Samples, run: str, last: RoundFigures) -> None:
     for figure, value in last.method.items():
         if isinstance(value, int | float):
             samples.add(catalogue.METHOD_FIGURE, value, run, figure)
+
+
+def _add_last_sum(samples: Samples, run: str, last: SumFigures) -> None:
+    for state in SUM_STATES:
+        if (devices := getattr(last, state)) is not None:
+            samples.add(catalogue.SUM_DEVICES, devices, run, state)
+    samples.add(catalogue.SUM_SECONDS, last.seconds, run)
 
 
 def _optional(run: RunFigures, settings: dict[str, Any]) -> Iterator[tuple[catalogue.Description, float | None]]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fleetdistill_server.event_kinds import SECURE_SUM, SECURE_SUM_FAILED
+from fleetdistill_server.figures import SECURE_SUMS, SumFigures, sums_of
 from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.records import AnswerCounts, Round, read_declared
 from fleetdistill_server.store.states import OVER, RunStatus, sql_list
@@ -110,6 +112,8 @@ class RunFigures:
         unfinished_since: When the first round since the last completed one began, in seconds since 1970; None if none
             has.
         last: Figures of the last completed round; None before it.
+        sums: Numbers of secure sums in its events, by kind of event; empty without any.
+        last_sum: The newest secure sum of a round that has ended; None before it.
     """
 
     name: str
@@ -121,6 +125,8 @@ class RunFigures:
     short_rounds: int
     unfinished_since: float | None
     last: RoundFigures | None
+    sums: Mapping[str, int]
+    last_sum: SumFigures | None
 
 
 def run_figures(db: Database, most: int) -> list[RunFigures]:
@@ -144,6 +150,11 @@ def _figures_of(db: Database, row: Row) -> RunFigures:
         "WHERE run = ? AND round > ? AND status IN ('open', 'short')",
         *(name, last),
     )
+    sums = {
+        kind: int(db.value("SELECT count(*) FROM events WHERE run = ? AND kind = ?", name, kind))
+        for kind in (SECURE_SUM, SECURE_SUM_FAILED)
+    }
+    sums = sums if any(sums.values()) else {}
     return RunFigures(
         name=name,
         status=RunStatus(row["status"]),
@@ -154,7 +165,20 @@ def _figures_of(db: Database, row: Row) -> RunFigures:
         short_rounds=later["short"] if later else 0,
         unfinished_since=later["begun"] if later else None,
         last=next(iter(round_figures(db, name, last, last)), None) if last else None,
+        sums=sums,
+        last_sum=_last_sum(db, name) if sums else None,
     )
+
+
+def _last_sum(db: Database, run: str) -> SumFigures | None:
+    """Returns the newest secure sum of a run that has events of some."""
+    figures = db.value(
+        "SELECT r.figures FROM events e JOIN rounds r ON r.run = e.run AND r.round = e.round "
+        "WHERE e.run = ? AND e.kind IN (?, ?) AND r.figures LIKE ? ORDER BY e.id DESC LIMIT 1",
+        *(run, SECURE_SUM, SECURE_SUM_FAILED, f'%"{SECURE_SUMS}"%'),
+    )
+    sums = sums_of(json.loads(figures or "{}"))
+    return sums[max(sums)] if sums else None
 
 
 def _asks(db: Database, run: str, newest: int) -> dict[str, int]:
