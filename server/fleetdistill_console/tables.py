@@ -42,7 +42,9 @@ def show(view: View, as_json: bool, make_tables: Callable[[View], Tables] = tabl
     if as_json:
         typer.echo(view.json())
     else:
-        open_console().print(*make_tables(view), sep="\n\n")
+        console = open_console()
+        # Without a terminal, a long text above the tables stays on its line, for grep; cells are wrapped all the same.
+        console.print(*make_tables(view), sep="\n\n", soft_wrap=not console.is_terminal)
 
 
 def _display_row(row: TableRow) -> TableRow:

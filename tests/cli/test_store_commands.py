@@ -60,6 +60,18 @@ def test_runs_show_prints_the_last_rounds_and_json_all(directory: Path) -> None:
     assert "rounds_shown" not in shown
 
 
+def test_a_long_reason_is_whole_and_an_events_text_is_wrapped(directory: Path) -> None:
+    reason = " ".join(f"word{number}" for number in range(90))
+    store = Store.open(directory)
+    store.runs.set_status(RUN, RunStatus.STOPPED, reason)
+    store.history.add_event(RUN, "declined", reason, number=1, device="d1")
+    store.close()
+    _, said = call("runs", "show", RUN, "--store", str(directory))
+    assert f"reason: {reason}" in said.splitlines()
+    events = said[said.index("events (1)") :].split()
+    assert [word for word in events if word.startswith("word")] == reason.split()
+
+
 def test_a_store_that_is_replaced_is_opened_anew(directory: Path, tmp_path: Path) -> None:
     opened = LocalStore(directory)
     assert [row["run"] for row in opened.runs().lists["runs"]] == [RUN]
