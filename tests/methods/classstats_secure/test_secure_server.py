@@ -449,7 +449,8 @@ def test_a_ring_gives_the_fleets_space():
         message = cohort.sent(name, SHARES)[0]["session"]
         assert isinstance(message, SecureMessage)
         assert (len(message.entries), message.devices) == (11, 16)
-    assert cohort.figures["secure_sum_threshold"] == 8
+    (made,) = sums_of(cohort.figures).values()
+    assert (made.keys, made.inputs, made.threshold) == (16, 15, 8)
 
 
 def test_the_rule_for_the_fewest_and_the_honest_devices():
