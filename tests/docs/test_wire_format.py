@@ -17,6 +17,7 @@ from fleetdistill_server.methods.traffic import Exchange, Sizes
 PAGE = (Path(__file__).parents[2] / "docs/reference/wire-format.md").read_text(encoding="utf-8")
 FORMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "classstats_secure": [("classstats_secure", {"keys": "roster"})],
+    "classstats": [("classstats", {"refine": "gradients"})],
     "classstats_summed": [("classstats_summed", {"keys": "roster"})],
     "dafkd": [
         ("dafkd", {}),

@@ -20,6 +20,7 @@ _DECLARED = (
     "named_tensors",
     "shared_statistics",
     "class_sums",
+    "head_gradient",
     "secure_message",
     "model_parameters",
     "distillation_gradient",
@@ -80,6 +81,9 @@ def _parts() -> dict[str, dict[str, k.Kind]]:
         "weighted_predictions": {"predictions": k.WeightedPredictions(noise_seed=3, values=values)},
         "shared_statistics": {"moments": shared},
         "class_sums": {"sums": sums},
+        "head_gradient": {
+            "gradient": k.HeadGradient(gradient=np.ones((3, 5), np.float16), scale=0.25, loss=7.5, rows=16)
+        },
         "secure_message": {
             "keys": k.SecureMessage(keys=np.arange(100, dtype=np.uint8)),
             "shares": k.SecureMessage(shares=np.ones((4, 32), np.uint8)),

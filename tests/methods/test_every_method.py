@@ -49,6 +49,7 @@ LOSSES = {"classstats": "classstats with a trained predictor"}
 """The run that trains, of a method that does not train by default."""
 
 EVERY_STEP: dict[str, dict[str, Any]] = {
+    "classstats": {"refine": "gradients"},
     "classstats_secure": {"keys": "roster"},
     "classstats_summed": {"keys": "roster"},
     "dafkd": {"discriminator_location": "device", "sync": "exact"},

@@ -75,6 +75,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "method": "classstats",
         "settings": {"own_network": "taught", "own_network_epochs": 2, "drawn_images": 4},
     },
+    "classstats with a refined head": {"method": "classstats", "rounds": 1, "settings": {"refine": "gradients"}},
     "dafkd distilling": {"method": "dafkd", "settings": _DAFKD},
     "dafkd lagged": {"method": "dafkd", "settings": {**_DAFKD, "discriminator_location": "device"}},
     "dafkd exact": {"method": "dafkd", "settings": {**_DAFKD, "discriminator_location": "device", "sync": "exact"}},

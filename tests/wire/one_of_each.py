@@ -48,7 +48,15 @@ ONE_OF_EACH: dict[str, k.Kind] = {
         df=np.array(2**40, np.int64),
         shrinkage=np.array(0.1, np.float64),
         outside=np.array(1e300, np.float64),
+        leverage=0.3,
     ),
+    "linear_head": k.LinearHead(
+        labels=[0, 2],
+        counts=np.int32([9, 5]),  # type: ignore[arg-type]
+        mean=np.full(4, 0.25, FLOAT16),
+        weights=np.full((2, 5), -2.0, FLOAT16),
+    ),
+    "head_gradient": k.HeadGradient(gradient=np.full((3, 5), 0.5, FLOAT16), scale=2.0**-3, loss=12.5, rows=40),
     "class_sums": k.ClassSums(
         counts=f32([-3.5, 9.0]),
         sums=np.full((2, 3), -0.25, FLOAT32),

@@ -85,6 +85,14 @@ PARTS: list[tuple[k.Kind, PartSchema]] = [
         k.SharedStatistics.schema(classes=C, dimensions=D, directions=0, max_rows=R, **STATISTICS),
     ),
     (
+        k.LinearHead(labels=list(range(C)), counts=zeros(C, dtype=np.int32), mean=zeros(D), weights=zeros(C, D + 1)),
+        k.LinearHead.schema(classes=C, dimensions=D),
+    ),
+    (
+        k.HeadGradient(gradient=zeros(C, D + 1), scale=1.0, loss=0.0, rows=1),
+        k.HeadGradient.schema(classes=C, dimensions=D),
+    ),
+    (
         k.ClassSums(counts=zeros(C), sums=zeros(C, D), second_moment=zeros(D * (D + 1) // 2), mu=1.0, discrete=False),
         k.ClassSums.schema(classes=C, dimensions=D, features={}),
     ),

@@ -202,11 +202,14 @@ class LightCompute(DeliveringCompute[LightModel]):
     def _answer(self, ask: service_pb2.Ask, parts: Mapping[str, Kind], allow: Sequence[str]) -> Computed:
         if ask.step in self._statistics.sending_steps:
             return Computed(self._statistics.send(ask.step), self.state())
+        asked = Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts)
+        if ask.step == "refine" and isinstance(self._statistics, SentStatistics):
+            return Computed(self._statistics.refine(asked), self.state())
         if ask.step != "learn":
             raise WireError(
                 f"a device without PyTorch does not support step {ask.step!r}; update the SDK if the server is newer"
             )
-        answer = self._statistics.learn(Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts))
+        answer = self._statistics.learn(asked)
         if self._config.predictor == "trained":
             answer = replace(answer, notes={**answer.notes, "closed_form_instead": 1})
         variants = self._variants()

@@ -122,7 +122,11 @@ def unpack_variants(saved: bytes) -> tuple[dict[str, Any], dict[str, ClassSpace]
         with np.load(io.BytesIO(saved), allow_pickle=False) as arrays:
             outline = json.loads(str(arrays["outline"]))
             spaces = {
-                name: ClassSpace(labels=labels, **{key: arrays[f"{name}/{key}"] for key in _SPACE_FIELDS})
+                name: ClassSpace(
+                    labels=labels,
+                    leverage=float(arrays[f"{name}/leverage"]),
+                    **{key: arrays[f"{name}/{key}"] for key in _SPACE_FIELDS if key != "leverage"},
+                )
                 for name, labels in outline["labels"].items()
             }
             priors = {name: arrays[f"{name}/prior"] for name in spaces if f"{name}/prior" in arrays}

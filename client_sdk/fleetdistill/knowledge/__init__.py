@@ -29,7 +29,14 @@ from fleetdistill.knowledge.samples import (
     rows_by_id,
 )
 from fleetdistill.knowledge.secure import SecureEntry, SecureMessage
-from fleetdistill.knowledge.statistics import ClassSpace, ClassSums, PrivateRows, SharedStatistics
+from fleetdistill.knowledge.statistics import (
+    ClassSpace,
+    ClassSums,
+    HeadGradient,
+    LinearHead,
+    PrivateRows,
+    SharedStatistics,
+)
 from fleetdistill.wire.kind import KINDS, Array, Kind, Parts, kind_of
 
 __all__ = [
@@ -51,7 +58,9 @@ __all__ = [
     "Discriminator",
     "DistillationGradient",
     "Generator",
+    "HeadGradient",
     "Kind",
+    "LinearHead",
     "Metric",
     "Metrics",
     "ModelParameters",

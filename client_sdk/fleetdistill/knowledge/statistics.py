@@ -199,6 +199,8 @@ class ClassSpace(Kind):
         df: Degrees of freedom of the covariance, `[]` int64.
         shrinkage: Weight of the diagonal in the covariance, `[]` float64 in `[0, 1]`.
         outside: Mean squared distance of a row from its class mean outside of the directions, `[]` float64.
+        leverage: Mean share of a row in its own logits if this is the space of a refined head: then `centres` are no
+            class means, but give the head's logits. Else 0.
     """
 
     wire_name = "class_space"
@@ -213,6 +215,12 @@ class ClassSpace(Kind):
     df: Array
     shrinkage: Array
     outside: Array
+    leverage: float = 0.0
+
+    @property
+    def is_refined(self) -> bool:
+        """Whether this is the space of a refined head."""
+        return self.leverage > 0
 
     @classmethod
     def schema(cls, *, classes: int, dimensions: int, directions: int) -> PartSchema:
@@ -226,6 +234,87 @@ class ClassSpace(Kind):
             **{name: TensorSchema((FLOAT64,), ()) for name in sorted(cls.exact)},
         }
         return PartSchema(kind=cls, tensors=tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearHead(Kind):
+    """A softmax head of centred features, at which devices sum their gradients.
+
+    Attributes:
+        labels: The K classes, ascending.
+        counts: The fleet's samples of each class, `[K]`, at least 1.
+        mean: Mean of the fleet's features, `[D]`; it centres them.
+        weights: `[K, D + 1]`; the biases are last.
+    """
+
+    wire_name = "linear_head"
+    wire_type = np.dtype(np.float16)
+
+    labels: Sequence[int]
+    counts: Array
+    mean: Array
+    weights: Array
+
+    @classmethod
+    def schema(cls, *, classes: int, dimensions: int) -> PartSchema:
+        """Returns the schema of a part."""
+        tensors = {
+            "counts": TensorSchema((INT32,), (classes,)),
+            "mean": TensorSchema(KIND, (dimensions,)),
+            "weights": TensorSchema(KIND, (classes, dimensions + 1)),
+        }
+        return PartSchema(kind=cls, tensors=tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadGradient(Kind):
+    """Sums over a device's samples at a `LinearHead`.
+
+    Attributes:
+        gradient: Gradient of the loss by the weights, divided by `scale`, `[C, D + 1]`; 0 for classes that
+            the head does not have.
+        scale: Above 0.
+        loss: Negative log-likelihood of the samples' classes, in nats, at least 0.
+        rows: Number of samples, at least 1.
+    """
+
+    wire_name = "head_gradient"
+    wire_type = np.dtype(np.float16)
+    possible_columns = ("gradients",)
+    description = "gradient sums over own samples"
+
+    gradient: Array
+    scale: float
+    loss: float
+    rows: int
+
+    @classmethod
+    def schema(cls, *, classes: int, dimensions: int) -> PartSchema:
+        """Returns the schema of a part; a device sends rows of all C classes."""
+        shapes = {"gradient": (classes, dimensions + 1)}
+        return PartSchema(kind=cls, tensors=_tensors(shapes), columns=cls.possible_columns or (), declared=shapes)
+
+    @classmethod
+    def expected(cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, wanted: Collection[str]) -> Tensors:
+        """See `Kind.expected`; the shape is the contract's, whichever classes the device has."""
+        sent, shapes = part.head_gradient, declared_shapes(part, contract)
+        if not (math.isfinite(sent.scale) and sent.scale > 0 and math.isfinite(sent.loss) and sent.loss >= 0):
+            text = f"part {part.name!r} has scale {sent.scale!r} and loss {sent.loss!r}, must be finite, > 0 and >= 0"
+            raise RefusedError(Code.BAD_VALUE, text)
+        if not sent.HasField("gradient"):
+            text = f"part {part.name!r} lacks gradient, which {contract.method} needs"
+            raise RefusedError(Code.BAD_TENSOR, text, {"tensor": f"{part.name}/gradient"})
+        return _tensors(shapes)
+
+    @classmethod
+    def check_data(
+        cls, part: knowledge_pb2.Part, contract: contract_pb2.Contract, data: PartData, samples: int | None
+    ) -> None:
+        """Checks the number of samples."""
+        rows = part.head_gradient.rows
+        if rows < 1 or (samples is not None and rows > samples):
+            text = f"part {part.name!r} is of {rows} samples, must be at least 1"
+            raise RefusedError(Code.BAD_VALUE, text if rows < 1 else f"{text} and at most the declared {samples}")
 
 
 class PrivateRows(Kind):

@@ -28,7 +28,7 @@ __all__ = ["METHODS", "config_class", "device_class", "example_config", "is_regi
 METHODS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "cdkt": ("cdkt.config:CDKTConfig", "cdkt.device:CDKTDevice"),
-        "classstats": ("classstats.config:ClassStatsConfig", "classstats.device:ClassStatsDevice"),
+        "classstats": ("classstats.config:ClassStatsConfig", "classstats.device:RefiningDevice"),
         "classstats_private": (
             "classstats_private.config:ClassStatsPrivateConfig",
             "classstats_private.device:ClassStatsPrivateDevice",

@@ -21,7 +21,7 @@ __all__ = ["SERVER_METHODS", "modules_of", "register", "server_class"]
 SERVER_METHODS: Mapping[str, str] = MappingProxyType(
     {
         "cdkt": "cdkt:CDKTServer",
-        "classstats": "classstats.server:ClassStatsServer",
+        "classstats": "classstats.refining:RefiningServer",
         "classstats_private": "classstats_private.server:ClassStatsPrivateServer",
         "classstats_secure": "classstats_secure:ClassStatsSecureServer",
         "classstats_summed": "classstats_secure:ClassStatsSummedServer",

@@ -14,13 +14,13 @@ from fleetdistill.knowledge import (
 )
 from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.classstats.config import ClassStatsConfig
-from fleetdistill.methods.classstats.device import ClassStatsDevice
+from fleetdistill.methods.classstats.device import RefiningDevice
 from fleetdistill.models import build_model
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import check_local_model
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.methods.classstats.server import ClassStatsServer
+from fleetdistill_server.methods.classstats.refining import RefiningServer
 from fleetdistill_server.methods.context import MethodContext
 
 SMALL: dict[str, Any] = {"rows_per_direction": 2}
@@ -30,7 +30,7 @@ def config_of(**settings: Any) -> ClassStatsConfig:
     return ClassStatsConfig.from_settings({**SMALL, **settings}).for_classes(CLASSES)
 
 
-def make_server(shape: tuple[int, ...] = SHAPE, extractor: str = "scattering", **settings: Any) -> ClassStatsServer:
+def make_server(shape: tuple[int, ...] = SHAPE, extractor: str = "scattering", **settings: Any) -> RefiningServer:
     context = MethodContext(
         classes=CLASSES,
         input_shape=shape,
@@ -38,7 +38,7 @@ def make_server(shape: tuple[int, ...] = SHAPE, extractor: str = "scattering", *
         torch_device=CPU,
         seed=3,
     )
-    return ClassStatsServer(config_of(**settings), context)
+    return RefiningServer(config_of(**settings), context)
 
 
 def images_of(counts: Sequence[int], seed: int) -> TensorData:
@@ -47,18 +47,18 @@ def images_of(counts: Sequence[int], seed: int) -> TensorData:
     return TensorData(rows.inputs / 1.2, rows.labels)
 
 
-def device_on(data: TensorData, model: str = "digits_linear", **settings: Any) -> ClassStatsDevice:
+def device_on(data: TensorData, model: str = "digits_linear", **settings: Any) -> RefiningDevice:
     torch.manual_seed(1)
     module = build_model(model, classes=CLASSES)
     local = Local(model=module, taps=check_local_model(module), data=data, classes=CLASSES, torch_device=CPU)
-    return ClassStatsDevice(config_of(**settings), local)
+    return RefiningDevice(config_of(**settings), local)
 
 
-def make_device(counts: Sequence[int], seed: int = 1, **settings: Any) -> ClassStatsDevice:
+def make_device(counts: Sequence[int], seed: int = 1, **settings: Any) -> RefiningDevice:
     return device_on(images_of(counts, seed), **settings)
 
 
-def devices(**settings: Any) -> dict[str, ClassStatsDevice]:
+def devices(**settings: Any) -> dict[str, RefiningDevice]:
     return {
         "a": make_device([20, 12, 3, 0], seed=1, **settings),
         "b": make_device([0, 9, 14, 8], seed=2, **settings),
@@ -78,7 +78,7 @@ def space_of(played: Rounds) -> ClassSpace:
     return sent[-1]
 
 
-def statistics_of(half: ClassStatsDevice) -> SharedStatistics:
+def statistics_of(half: RefiningDevice) -> SharedStatistics:
     sent = half.handle(Ask(round=1, step="summarise", seed=1)).parts["statistics"]
     result = decode(encode({"statistics": sent}))["statistics"]
     assert isinstance(result, SharedStatistics)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from fleetdistill.knowledge import Array
-from fleetdistill.methods.classstats.refined_head import GradientSum, RefinedHead, gradient_sum
+from fleetdistill.knowledge import Array, ClassSpace, LinearHead
+from fleetdistill.methods.classstats.refined_head import GradientSum, gradient_sum
 from fleetdistill.methods.classstats.shared_statistics import merge, moments_of
-from fleetdistill_server.methods.classstats.refinement import Objective, make_objective, mean_of_rows, strength_rule
+from fleetdistill_server.methods.classstats.refinement import (
+    Objective,
+    make_objective,
+    mean_of_rows,
+    space_of_head,
+    strength_rule,
+)
 
 A = np.array([[1, 0], [2, 1], [3, 0], [0, 2], [1, 3]], float)
 B = np.array([[0, 1], [-1, 2], [4, -1], [5, -3], [-2, -2], [-3, -1], [-1, -3]], float)
@@ -30,8 +36,14 @@ def objective() -> Objective:
     return make_objective(moments, mean_of_rows(moments), SHRINKAGE, strength_rule(12, 3, 2))
 
 
-def head(weights: Array) -> RefinedHead:
-    return objective().head(weights)
+def head(weights: Array, made: Objective | None = None) -> LinearHead:
+    made = made or objective()
+    return LinearHead(labels=list(made.labels), counts=made.counts, mean=made.mean, weights=weights)
+
+
+def space(weights: Array) -> ClassSpace:
+    made = objective()
+    return space_of_head(made, weights, 9, SHRINKAGE)
 
 
 def summed(weights: Array) -> GradientSum:

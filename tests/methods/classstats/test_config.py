@@ -50,8 +50,8 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], says: str) 
 def test_classstats_is_one_exchange() -> None:
     config = config_class("classstats")()
     assert isinstance(config, ClassStatsConfig)
-    assert device_class("classstats") is ClassStatsDevice
-    assert server_class("classstats") is ClassStatsServer
+    assert issubclass(device_class("classstats"), ClassStatsDevice)
+    assert issubclass(server_class("classstats"), ClassStatsServer)
 
 
 @pytest.mark.parametrize(

@@ -19,40 +19,52 @@ from methods.classstats.refined_rows import (
     B,
     head,
     objective,
+    space,
     summed,
 )
 from numpy.testing import assert_allclose
 
 from fleetdistill.errors import KnowledgeError
-from fleetdistill.methods.classstats.class_space import class_prior
+from fleetdistill.knowledge import LinearHead
+from fleetdistill.methods.classstats.class_space import class_prior, coordinates, logits
 from fleetdistill.methods.classstats.refined_head import (
     REFINED_TEMPERATURES,
-    WITHOUT_STATISTICS,
     GradientSum,
-    RefinedHead,
+    balanced_prior,
     choose_temperature,
+    from_wire,
     gradient_sum,
-    head_logits,
-    leave_one_out_logits,
-    log_shares,
-    personal_logits,
+    left_out_logits,
+    to_wire,
 )
+from fleetdistill.methods.classstats.shared_statistics import moments_of
 from fleetdistill.training.figures import likelihood
+from fleetdistill_server.methods.classstats.refinement import make_objective, mean_of_rows, space_of_head
 
 H = 0.4697586200
 
 
-def random_head(generator: np.random.Generator, classes: int, size: int) -> RefinedHead:
-    return RefinedHead(
-        labels=tuple(range(classes)),
+def random_head(generator: np.random.Generator, classes: int, size: int) -> LinearHead:
+    return LinearHead(
+        labels=list(range(classes)),
         counts=generator.integers(1, 50, size=classes),
         mean=generator.standard_normal(size),
         weights=generator.standard_normal((classes, size + 1)),
     )
 
 
+def logits_of(rows):
+    """W* x, by hand."""
+    return np.column_stack([rows - objective().mean, np.ones(len(rows))]) @ MINIMUM.T
+
+
 def left_out_of_a():
-    return leave_one_out_logits(head(MINIMUM), A, LABELS_A, EVERY_CLASS, H, 3)
+    return left_out_logits(space(MINIMUM), logits_of(A), LABELS_A, EVERY_CLASS)
+
+
+def personal_logits(logits_nc, temperature, prior):
+    """What a personal variant computes."""
+    return logits_nc / temperature + np.log(balanced_prior(space(MINIMUM), temperature, prior))
 
 
 # --- oracles
@@ -85,19 +97,18 @@ def test_r_5_gradient_of_one_device() -> None:
 
 def test_r_8_left_out_logits_at_the_minimum() -> None:
     assert_allclose(left_out_of_a()[4], [0.8836444759, 1.9429054975, -2.8269720454], atol=2e-9)
-    of_b = leave_one_out_logits(head(MINIMUM), B, LABELS_B, EVERY_CLASS, H, 3)
+    of_b = left_out_logits(space(MINIMUM), logits_of(B), LABELS_B, EVERY_CLASS)
     assert_allclose(of_b[0], [0.3189301984, 0.6664738143, -0.9913595265], atol=2e-9)
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(0.5, 1.3128110230), (1, 1.9065061774), (2, 2.5813350390)])
 def test_r_9_left_out_likelihood_of_temperatures(temperature: float, expected: float) -> None:
-    result = personal_logits(head(MINIMUM), left_out_of_a(), temperature, class_prior(LABELS_A, 3))
+    result = personal_logits(left_out_of_a(), temperature, class_prior(LABELS_A, 3))
     assert -likelihood(result, LABELS_A) == pytest.approx(expected, abs=5e-9)
 
 
 def test_r_9_personal_answer() -> None:
-    point = head_logits(head(MINIMUM), np.array([[1.0, 1.0]]), 3)
-    result = np.exp(personal_logits(head(MINIMUM), point, 0.5, class_prior(LABELS_A, 3)))
+    result = np.exp(personal_logits(logits_of(np.array([[1.0, 1.0]])), 0.5, class_prior(LABELS_A, 3)))
     assert_allclose(result / result.sum(), [[0.4521469312, 0.5463650263, 0.0014880425]], atol=1e-9)
 
 
@@ -126,7 +137,7 @@ def test_any_partition_of_the_rows_gives_the_same_sum(seed: int, devices: int) -
     assert sum(part.rows for part in parts) == whole.rows == 40
 
 
-def by_loops(at: RefinedHead, rows, labels) -> GradientSum:
+def by_loops(at: LinearHead, rows, labels) -> GradientSum:
     gradient, loss = np.zeros(at.weights.shape), 0.0
     for row, label in zip(rows, labels, strict=True):
         x = [*(row - at.mean), 1.0]
@@ -141,7 +152,7 @@ def by_loops(at: RefinedHead, rows, labels) -> GradientSum:
 def test_sums_of_many_rows_are_those_of_plain_loops() -> None:
     generator = np.random.default_rng(1)
     rows, labels = generator.standard_normal((2_500, 3)), 2 * generator.integers(3, size=2_500)
-    at = replace(random_head(generator, 3, 3), labels=(0, 2, 4))
+    at = replace(random_head(generator, 3, 3), labels=[0, 2, 4])
     result, expected = gradient_sum(at, rows, labels, (0, 2, 4)), by_loops(at, rows, labels)
     assert_allclose(result.gradient, expected.gradient, atol=1e-9)
     assert_allclose((result.loss, result.rows), expected[1:], rtol=1e-12)
@@ -187,40 +198,76 @@ def test_large_logits_give_finite_sums() -> None:
 def test_rows_of_other_features_are_refused() -> None:
     with pytest.raises(KnowledgeError, match=r"rows \[5, 1\], expected \[n, 2\]"):
         gradient_sum(head(MINIMUM), A[:, :1], LABELS_A, EVERY_CLASS)
-    with pytest.raises(KnowledgeError, match="use the extractor of the run"):
-        head_logits(head(MINIMUM), A[:, :1], 3)
+
+
+@given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from([1e-9, 1e-3, 1.0, 1e6, 1e30]))
+def test_sums_of_any_size_keep_float16s_digits(seed: int, size: float) -> None:
+    generator = np.random.default_rng(seed)
+    at = replace(random_head(generator, 3, 4), labels=[0, 2, 4])
+    sums = GradientSum(size * generator.standard_normal((3, 5)), 2.5, 7)
+    sent = to_wire(sums, at, 6)
+    narrow = replace(sent, gradient=sent.gradient.astype(np.float16))
+    assert narrow.gradient.shape == (6, 5)
+    assert not narrow.gradient[[1, 3, 5]].any()
+    result = from_wire(narrow, at)
+    assert_allclose(result.gradient, sums.gradient, rtol=2**-11, atol=size * 2**-24)
+    assert (result.loss, result.rows) == (2.5, 7)
+
+
+def test_a_gradient_of_zeros_is_sent_as_it_is() -> None:
+    sent = to_wire(GradientSum(np.zeros((3, 3)), 0.0, 1), head(MINIMUM), 3)
+    assert sent.scale == 1.0
+    assert not sent.gradient.any()
 
 
 # --- answers
 
 
-def test_logits_are_those_of_the_centred_rows() -> None:
-    """W = (1, 2, 3), (0, 0, 1) at z - m = (1 - .75, 0 + 1 / 12): 0.25 + 2 / 12 + 3 and 1."""
-    at = replace(head(np.array([[1.0, 2, 3], [0, 0, 1]])), labels=(0, 2), counts=np.array([5, 4]))
-    assert_allclose(head_logits(at, A[:1], 3), [[3 + 5 / 12, WITHOUT_STATISTICS, 1]])
+def test_space_of_a_head_has_its_answers() -> None:
+    """Its logits differ from the head's by a number of each row."""
+    made = space(MINIMUM)
+    found = logits(made, coordinates(made, ROWS), 3) - logits_of(ROWS)
+    assert_allclose(found - found[:, :1], 0, atol=1e-9)
+    assert float(made.leverage) == pytest.approx(H, abs=1e-9)
+
+
+@given(seed=st.integers(0, 2**32 - 1), classes=st.integers(2, 8), size=st.integers(8, 12))
+def test_every_head_has_a_space(seed: int, classes: int, size: int) -> None:
+    generator = np.random.default_rng(seed)
+    labels = np.repeat(np.arange(classes), 8)
+    rows = generator.standard_normal((len(labels), size)) + generator.standard_normal((classes, size))[labels]
+    moments = moments_of(rows, labels)
+    made = make_objective(moments, mean_of_rows(moments), 0.1, 2.0)
+    weights = generator.standard_normal((classes, size + 1))
+    found = space_of_head(made, weights, moments.df, 0.1)
+    expected = np.column_stack([rows - made.mean, np.ones(len(rows))]) @ weights.T
+    away = logits(found, coordinates(found, rows), classes) - expected
+    assert_allclose(away - away[:, :1], 0, atol=1e-6)
 
 
 def test_rows_that_were_not_counted_are_not_corrected() -> None:
-    result = leave_one_out_logits(head(MINIMUM), A, LABELS_A, (0,), H, 3)
-    assert (result[3:] == head_logits(head(MINIMUM), A, 3)[3:]).all()
-    assert (result[:3, 0] < head_logits(head(MINIMUM), A, 3)[:3, 0]).all()
+    result = left_out_logits(space(MINIMUM), logits_of(A), LABELS_A, (0,))
+    assert (result[3:] == logits_of(A)[3:]).all()
+    assert (result[:3, 0] < logits_of(A)[:3, 0]).all()
 
 
 def test_temperature_is_the_likeliest_of_all() -> None:
-    at, prior = head(MINIMUM), class_prior(LABELS_A, 3)
-    found = [likelihood(personal_logits(at, left_out_of_a(), item, prior), LABELS_A) for item in REFINED_TEMPERATURES]
-    assert choose_temperature(at, left_out_of_a(), LABELS_A, prior) == REFINED_TEMPERATURES[int(np.argmax(found))]
+    prior = class_prior(LABELS_A, 3)
+    found = [likelihood(personal_logits(left_out_of_a(), item, prior), LABELS_A) for item in REFINED_TEMPERATURES]
+    best = REFINED_TEMPERATURES[int(np.argmax(found))]
+    assert choose_temperature(space(MINIMUM), left_out_of_a(), LABELS_A, prior) == best
 
 
 def test_classes_without_statistics_leave_the_temperature() -> None:
-    at = head(MINIMUM)
-    rows, labels = np.concatenate([A, A]), np.concatenate([LABELS_A, np.full(5, 3)])
-    left_out = leave_one_out_logits(at, rows, labels, EVERY_CLASS, H, 4)
+    labels = np.concatenate([LABELS_A, np.full(5, 3)])
+    wide = np.column_stack([np.tile(logits_of(A), (2, 1)), np.full(10, -9.0)])
+    left_out = left_out_logits(space(MINIMUM), wide, labels, EVERY_CLASS)
     prior = class_prior(labels, 4)
-    assert choose_temperature(at, left_out, labels, prior) == choose_temperature(at, left_out[:5], LABELS_A, prior)
-    assert choose_temperature(at, left_out, labels, prior) < 2
+    found = choose_temperature(space(MINIMUM), left_out, labels, prior)
+    assert found == choose_temperature(space(MINIMUM), left_out[:5], LABELS_A, prior) < 2
 
 
-def test_shares_of_classes_are_those_of_the_fleet() -> None:
-    at = replace(head(MINIMUM), labels=(0, 1, 3))
-    assert_allclose(log_shares(at, 5), [np.log(5 / 12), np.log(4 / 12), 0, np.log(3 / 12), 0])
+def test_prior_of_a_class_that_the_head_lacks_is_its_share() -> None:
+    prior = np.array([0.4, 0.3, 0.2, 0.1])
+    result = balanced_prior(space(MINIMUM), 2.0, prior)
+    assert_allclose(result, prior / np.sqrt([5 / 12, 4 / 12, 3 / 12, 1]))

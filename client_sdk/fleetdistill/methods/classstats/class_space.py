@@ -24,6 +24,8 @@ TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Temperatures τ from which a device selects the best one for its personal variant (line `personal`)."""
 MIN_SHRINKAGE, MAX_SHRINKAGE = 0.05, 0.5
 _RIDGE = 1e-6
+_PLAIN = ("labels", "leverage")
+"""Fields of a space that are no arrays."""
 _SMALLEST_REST = 1e-6  # lower bound of 1 - beta E, which is 0 for a class that consists of one row
 
 
@@ -195,18 +197,18 @@ def _with_signs(columns_dq: Array) -> Array:
 
 def copy_space(space: ClassSpace) -> ClassSpace:
     """Returns a copy in memory; the arrays of a received space are mapped from a file that is deleted later."""
-    arrays = {name: np.array(value) for name, value in vars(space).items() if name != "labels"}
-    return ClassSpace(labels=list(space.labels), **arrays)
+    arrays = {name: np.array(value) for name, value in vars(space).items() if name not in _PLAIN}
+    return ClassSpace(labels=list(space.labels), leverage=space.leverage, **arrays)
 
 
 def pack_space(space: ClassSpace) -> dict[str, Any]:
     """Returns a space in the form that `fleetdistill.state.state_file` stores."""
     import torch
 
-    arrays = {name: torch.from_numpy(np.array(value)) for name, value in vars(space).items() if name != "labels"}
-    return {"labels": list(space.labels), **arrays}
+    arrays = {name: torch.from_numpy(np.array(value)) for name, value in vars(space).items() if name not in _PLAIN}
+    return {"labels": list(space.labels), "leverage": space.leverage, **arrays}
 
 
 def unpack_space(state: Mapping[str, Any]) -> ClassSpace:
     """Returns the space in a value of `pack_space`."""
-    return ClassSpace(**{name: value if name == "labels" else value.numpy() for name, value in state.items()})
+    return ClassSpace(**{name: value if name in _PLAIN else value.numpy() for name, value in state.items()})

@@ -18,9 +18,11 @@ from fleetdistill.methods.classstats.class_space import (
     class_prior,
     coordinates,
     leave_one_out,
+    logits,
     make_space,
     shrinkage_rule,
 )
+from fleetdistill.methods.classstats.refined_head import balanced_prior, choose_temperature, left_out_logits
 from fleetdistill.methods.classstats.shared_statistics import Moments
 
 LEAVE_ONE_OUT = "leave_one_out"
@@ -43,7 +45,7 @@ class PersonalVariant:
     Attributes:
         space: The fleet's space, or the space of the device's own statistics.
         temperature: τ, above 0.
-        prior: π, the device's class shares, `[C]`.
+        prior: π, the device's class shares, `[C]`; with a refined head, those of `balanced_prior`.
         hits: Whether each own row is classified correctly when left out, `[n]`.
     """
 
@@ -91,15 +93,18 @@ def class_variants(
         rows_per_direction: Minimum degrees of freedom per direction that devices have sent. With few directions the
             covariance contains only a share of a row's outer product.
     """
-    held = min(1.0, int(space.df) / (rows_per_direction * rows_nd.shape[1]))
-    left_out = leave_one_out(space, coordinates(space, rows_nd), labels_n, counted, classes, held)  # leave-one-out
+    where = coordinates(space, rows_nd)
+    if space.is_refined:
+        left_out = left_out_logits(space, logits(space, where, classes), labels_n, counted)
+    else:
+        held = min(1.0, int(space.df) / (rows_per_direction * rows_nd.shape[1]))
+        left_out = leave_one_out(space, where, labels_n, counted, classes, held)  # leave-one-out
     fleets = _personal(space, left_out, labels_n, classes)  # line personal
     local = local_variant(own, rows_nd, labels_n, classes) if own is not None else None
     personal = _better(fleets, local)  # guard
-    figures = [
-        _metric(LEAVE_ONE_OUT, left_out.argmax(axis=1) == labels_n, labels_n),
-        *_figures(fleets, local, labels_n),
-    ]
+    figures = _figures(fleets, local, labels_n)
+    if not space.is_refined:
+        figures.insert(0, _metric(LEAVE_ONE_OUT, left_out.argmax(axis=1) == labels_n, labels_n))
     return ClassVariants(general=space, personal=personal, own_kept=personal is local, figures=figures)
 
 
@@ -109,7 +114,8 @@ def _better(fleets: PersonalVariant, local: PersonalVariant | None) -> PersonalV
 
 
 def _figures(fleets: PersonalVariant, local: PersonalVariant | None, labels_n: Array) -> list[Metric]:
-    result = [_metric(PERSONAL_LEAVE_ONE_OUT, fleets.hits, labels_n)]
+    """Returns the metrics of the personal variants; a refined head's logits of left-out rows estimate no accuracy."""
+    result = [] if fleets.space.is_refined else [_metric(PERSONAL_LEAVE_ONE_OUT, fleets.hits, labels_n)]
     if local is not None:
         own_kept = float(_better(fleets, local) is local)
         result.append(_metric(OWN_LEAVE_ONE_OUT, local.hits, labels_n))
@@ -129,7 +135,11 @@ def local_variant(own: Moments, rows_nd: Array, labels_n: Array, classes: int) -
 
 def _personal(space: ClassSpace, left_out_nc: Array, labels_n: Array, classes: int) -> PersonalVariant:
     prior = class_prior(labels_n, classes)
-    temperature = best_temperature(left_out_nc, labels_n, prior)
+    if space.is_refined:
+        temperature = choose_temperature(space, left_out_nc, labels_n, prior)
+        prior = balanced_prior(space, temperature, prior)
+    else:
+        temperature = best_temperature(left_out_nc, labels_n, prior)
     hits = (left_out_nc / temperature + np.log(prior)).argmax(axis=1) == labels_n
     return PersonalVariant(space=space, temperature=temperature, prior=prior, hits=hits)
 

@@ -20,7 +20,7 @@ import torch
 from fleetdistill.knowledge import GENERAL, OWN, PERSONAL
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers
 from fleetdistill.methods.classstats.class_space import coordinates, pack_space, unpack_space
-from fleetdistill.methods.classstats.config import SCATTERING, SpaceConfig
+from fleetdistill.methods.classstats.config import SCATTERING, ClassStatsConfig, SpaceConfig
 from fleetdistill.methods.classstats.exchange import DeviceStatistics, SentStatistics, check_images
 from fleetdistill.methods.classstats.fixed_features import FixedFeatures, fixed_features, usual_extractor
 from fleetdistill.methods.classstats.space_model import ChosenPredictor, ClosedForm, SpaceModel, make_predictor
@@ -136,3 +136,15 @@ class ClassStatsDevice(DeviceMethod):
         if state["predictor"] is not None:
             self._predictor = make_predictor(self.local.predictor, self.local.classes - 1, self.local.classes)
             self._predictor.load_state_dict(state["predictor"])
+
+
+class RefiningDevice(ClassStatsDevice):
+    """Device half of classstats: it also sums gradients if the run has a refined head."""
+
+    config: ClassStatsConfig
+    own: SentStatistics
+
+    @answers("refine")
+    def refine(self, ask: Ask) -> Answer:
+        """Sends sums of the gradient at the server's head; see `SentStatistics.refine`."""
+        return self.own.refine(ask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,11 +11,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fleetdistill.errors import CannotAnswer, DataError, WireError
-from fleetdistill.knowledge import Array, ClassSpace, Plan, PlanValue
+from fleetdistill.knowledge import Array, ClassSpace, LinearHead, Plan, PlanValue
 from fleetdistill.methods.base import Answer, Ask
 from fleetdistill.methods.classstats.class_space import copy_space
 from fleetdistill.methods.classstats.class_variants import ClassVariants, class_variants
 from fleetdistill.methods.classstats.config import SMALLEST_SIDE, ClassStatsConfig, SpaceConfig
+from fleetdistill.methods.classstats.refined_head import gradient_sum
+from fleetdistill.methods.classstats.refined_head import to_wire as gradient_to_wire
 from fleetdistill.methods.classstats.shared_statistics import Moments, moments_of, to_wire
 
 
@@ -83,12 +86,34 @@ def check_space(space: ClassSpace, dimensions: int, classes: int) -> None:
     if not (0 <= float(space.shrinkage) < 1 and float(space.outside) >= 0 and int(space.df) >= 1):
         text = f"shrinkage {float(space.shrinkage):g}, outside {float(space.outside):g}, df {int(space.df)}"
         raise _faulty_space(f"{text}, expected [0, 1), >= 0 and >= 1")
+    if not 0 <= space.leverage < math.inf:
+        raise _faulty_space(f"the leverage {space.leverage:g}, expected a finite number of at least 0")
     if (space.counts < 1).any():
         raise _faulty_space("a class without samples, expected at least 1")
 
 
+def check_head(head: LinearHead, dimensions: int, classes: int) -> None:
+    """Checks a head from the server; arguments as in `check_space`.
+
+    Raises:
+        WireError: A shape, class or number does not fit the run, or a number is not finite.
+    """
+    known = len(head.labels)
+    shapes = [np.shape(item) for item in (head.counts, head.mean, head.weights)]
+    if shapes != [(known,), (dimensions,), (known, dimensions + 1)] or known < 2:
+        raise WireError(f"the head has shapes {shapes} for {known} classes of {dimensions} numbers{_FAULTY}")
+    if len(set(head.labels)) != known or not all(0 <= label < classes for label in head.labels):
+        text = f"the head has classes {list(head.labels)[:20]}, expected different ones in [0, {classes})"
+        raise WireError(f"{text}{_FAULTY}")
+    if not (np.isfinite(head.mean).all() and np.isfinite(head.weights).all()):
+        raise WireError(f"the head has numbers that are not finite{_FAULTY}")
+
+
+_FAULTY = "; the server is faulty or has another version"
+
+
 def _faulty_space(what: str) -> WireError:
-    return WireError(f"the class space has {what}; the server is faulty or has another version")
+    return WireError(f"the class space has {what}{_FAULTY}")
 
 
 def check_images(inputs: Array, input_shape: tuple[int, ...]) -> None:
@@ -241,3 +266,22 @@ class SentStatistics(DeviceStatistics):
         sent = to_wire(moments, self._config.rank, self.rows_per_direction)
         too_small = 0 if sent.labels else len(np.unique(self.labels))
         return Answer(parts={"statistics": sent}, samples=len(self.labels), notes={"classes_too_small": too_small})
+
+    def refine(self, ask: Ask) -> Answer:
+        """Returns the sums of the gradient over the device's rows of the classes that are in the merge.
+
+        Raises:
+            WireError: The run has no refined head, or the head does not fit the run.
+            CannotAnswer: No row of this device is in the merge.
+        """
+        if not self._config.refines:
+            raise WireError(f"step {ask.step!r}: the run has no refined head{_FAULTY}")
+        head, left_out = ask.part("head", LinearHead), ask.part("plan", Plan).values.get("left_out", [])
+        check_head(head, self.rows.shape[1], self._classes)
+        if not isinstance(left_out, list):
+            raise WireError(f"step {ask.step!r}: the plan's left_out is {left_out!r}, expected a list of classes")
+        summed = gradient_sum(head, self.rows, self.labels, set(self.moments.labels) - set(left_out))  # line gradient
+        if not summed.rows:
+            raise CannotAnswer(f"step {ask.step!r}: no row of this device is in the merge")
+        parts = {"gradient": gradient_to_wire(summed, head, self._classes)}
+        return Answer(parts=parts, samples=len(self.labels))

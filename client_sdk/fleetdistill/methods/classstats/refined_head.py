@@ -1,6 +1,6 @@
 """The refined head: a softmax classifier of the fleet's classes, reached by exact sums of the devices' gradients.
 
-A device computes its sums and its two answers here; the server half is
+A device computes its sums here, and its personal answer; the server half is
 `fleetdistill_server.methods.classstats.refinement`. Computes in float64, with NumPy only. Symbols: n rows, D numbers
 per row, K classes of the head, C classes of the run; x = (z - m, 1). "Line" refers to the section "The mathematics"
 of `docs/reference/methods/classstats.md`.
@@ -8,52 +8,33 @@ of `docs/reference/methods/classstats.md`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from fleetdistill.errors import KnowledgeError
-from fleetdistill.knowledge import Array
+from fleetdistill.knowledge import Array, ClassSpace, HeadGradient, LinearHead
 from fleetdistill.methods.classstats.class_space import best_temperature
 
 __all__ = [
     "REFINED_TEMPERATURES",
-    "WITHOUT_STATISTICS",
     "GradientSum",
-    "RefinedHead",
+    "balanced_prior",
     "choose_temperature",
+    "from_wire",
     "gradient_sum",
-    "head_logits",
-    "leave_one_out_logits",
-    "log_shares",
-    "personal_logits",
+    "left_out_logits",
+    "to_wire",
 ]
 
 REFINED_TEMPERATURES = (0.2, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
 """Temperatures τ from which a device selects the best one for its personal answer (line `personally`)."""
-WITHOUT_STATISTICS = -1000.0
-"""Logit of a class of the run that the head does not have."""
 _ROWS_AT_ONCE = 1024
 _SMALLEST_REST = 0.05  # lower bound of 1 - h p (1 - p)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RefinedHead:
-    """A softmax classifier of centred rows.
-
-    Attributes:
-        labels: The K classes, ascending.
-        counts: N, the fleet's rows of each class, `[K]`, at least 1.
-        mean: m, the mean of the fleet's rows, `[D]`; it centres the rows.
-        weights: W, `[K, D + 1]`; the last column has the biases.
-    """
-
-    labels: tuple[int, ...]
-    counts: Array
-    mean: Array
-    weights: Array
+_LARGEST = 2.0**14
+"""Largest number of a gradient on the wire: float16 then has eleven digits for all but the smallest."""
 
 
 class GradientSum(NamedTuple):
@@ -70,7 +51,7 @@ class GradientSum(NamedTuple):
     rows: int
 
 
-def gradient_sum(head: RefinedHead, rows_nd: Array, labels_n: Array, counted: Collection[int]) -> GradientSum:
+def gradient_sum(head: LinearHead, rows_nd: Array, labels_n: Array, counted: Collection[int]) -> GradientSum:
     """Sums gradient and loss of the softmax over the counted rows (line `gradient`).
 
     Sums of several devices add up to those of all their rows; their distribution over the devices has no effect. Memory
@@ -101,50 +82,38 @@ def gradient_sum(head: RefinedHead, rows_nd: Array, labels_n: Array, counted: Co
     return GradientSum(gradient, max(loss, 0.0), len(at))
 
 
-def head_logits(head: RefinedHead, rows_nd: Array, classes: int) -> Array:
-    """Returns the general answer's logits, W x (line `refined`).
-
-    Args:
-        head: The head.
-        rows_nd: Projected features, `[n, D]`.
-        classes: C.
-
-    Returns:
-        `[n, C]` float64; `WITHOUT_STATISTICS` for a class that the head does not have.
-
-    Raises:
-        KnowledgeError: The rows do not have the head's D numbers.
-    """
-    _check_rows(head, rows_nd)
-    result = np.full((len(rows_nd), classes), WITHOUT_STATISTICS)
-    result[:, head.labels] = _centred(head, rows_nd) @ head.weights.astype(np.float64).T
-    return result
+def to_wire(summed: GradientSum, head: LinearHead, classes: int) -> HeadGradient:
+    """Returns the sums as a device sends them, with a row for each of the C classes."""
+    largest = float(np.abs(summed.gradient).max(initial=0.0))
+    scale = 2.0 ** math.ceil(math.log2(largest / _LARGEST)) if largest else 1.0
+    gradient = np.zeros((classes, summed.gradient.shape[1]))
+    gradient[head.labels] = summed.gradient / scale
+    return HeadGradient(gradient=gradient, scale=scale, loss=summed.loss, rows=summed.rows)
 
 
-def leave_one_out_logits(
-    head: RefinedHead, rows_nd: Array, labels_n: Array, counted: Collection[int], leverage: float, classes: int
-) -> Array:
-    """Returns approximate logits of the device's rows, each left out of the head (line `left_out`).
+def from_wire(sent: HeadGradient, head: LinearHead) -> GradientSum:
+    """Returns the sums that a device has sent, for the head's classes."""
+    gradient = sent.gradient.astype(np.float64)[list(head.labels)] * sent.scale
+    return GradientSum(gradient, sent.loss, sent.rows)
+
+
+def left_out_logits(space: ClassSpace, logits_nc: Array, labels_n: Array, counted: Collection[int]) -> Array:
+    """Returns approximate logits of the device's rows, each left out of the refined head (line `left_out`).
 
     They suffice to choose a temperature. They are no estimate of the accuracy on unseen rows: with many classes the
     share of rows that they classify correctly is far below it.
 
     Args:
-        head: The head.
-        rows_nd: Projected features of the device's rows, `[n, D]`.
+        space: The space of the refined head.
+        logits_nc: L, logits of the rows.
         labels_n: Classes of the rows, `[n]`.
         counted: Classes whose rows of this device are in the head; other rows are not corrected.
-        leverage: h, a row's mean share in its own logits, at least 0; from the server.
-        classes: C.
 
     Returns:
         `[n, C]` float64.
-
-    Raises:
-        KnowledgeError: The rows do not have the head's D numbers.
     """
-    result = head_logits(head, rows_nd, classes)
-    at = np.flatnonzero(_is_counted(head, labels_n, counted))
+    result = logits_nc.copy()
+    at, leverage = np.flatnonzero(_is_counted(space, labels_n, counted)), space.leverage
     p = np.exp(_log_softmax(result[at]))
     error = p.copy()
     error[np.arange(len(at)), labels_n[at]] -= 1
@@ -152,53 +121,50 @@ def leave_one_out_logits(
     return result
 
 
-def log_shares(head: RefinedHead, classes: int) -> Array:
-    """Returns log(N_c / Σ N), `[C]`; 0 for a class that the head does not have."""
-    result = np.zeros(classes)
-    result[list(head.labels)] = np.log(head.counts / head.counts.sum())
-    return result
-
-
-def choose_temperature(head: RefinedHead, left_out_nc: Array, labels_n: Array, prior_c: Array) -> float:
+def choose_temperature(space: ClassSpace, left_out_nc: Array, labels_n: Array, prior_c: Array) -> float:
     """Returns the value of `REFINED_TEMPERATURES` that maximises the likelihood of the rows (line `personally`).
 
     Args:
-        head: The head. Rows of classes that it does not have say nothing about a temperature, and are left out.
-        left_out_nc: Logits of the device's rows, from `leave_one_out_logits`.
+        space: The space of the refined head. Rows of classes that it does not have say nothing about a temperature, and
+            are left out.
+        left_out_nc: Logits of the device's rows, from `left_out_logits`.
         labels_n: Classes of the rows, `[n]`.
         prior_c: The device's class shares, from `class_space.class_prior`.
     """
-    known = np.isin(labels_n, head.labels)
-    balanced = left_out_nc[known] - log_shares(head, len(prior_c))
+    known = np.isin(labels_n, space.labels)
+    balanced = left_out_nc[known] - _log_shares(space, len(prior_c))
     return best_temperature(balanced, labels_n[known], prior_c, REFINED_TEMPERATURES)
 
 
-def personal_logits(head: RefinedHead, logits_nc: Array, temperature: float, prior_c: Array) -> Array:
-    """Returns the personal answer's logits, (L - log(N / Σ N)) / τ + log π (line `personally`).
+def balanced_prior(space: ClassSpace, temperature: float, prior_c: Array) -> Array:
+    """Returns π (N / Σ N)^(-1/τ), `[C]`; its logarithm added to L / τ gives the personal answer (line `personally`).
 
     Args:
-        head: The head.
-        logits_nc: L, from `head_logits` or `leave_one_out_logits`.
+        space: The space of the refined head, with N; a class that it does not have keeps its share.
         temperature: τ, above 0.
         prior_c: π, the device's class shares, `[C]`.
-
-    Returns:
-        `[n, C]` float64.
     """
-    return np.asarray((logits_nc - log_shares(head, len(prior_c))) / temperature + np.log(prior_c))
+    return np.asarray(prior_c * np.exp(-_log_shares(space, len(prior_c)) / temperature))
 
 
-def _check_rows(head: RefinedHead, rows_nd: Array) -> None:
+def _log_shares(space: ClassSpace, classes: int) -> Array:
+    """Returns log(N_c / Σ N), `[C]`; 0 for a class that the head does not have."""
+    result = np.zeros(classes)
+    result[list(space.labels)] = np.log(space.counts / space.counts.sum())
+    return result
+
+
+def _check_rows(head: LinearHead, rows_nd: Array) -> None:
     if rows_nd.shape[1:] != head.mean.shape:
         text = f"rows {list(rows_nd.shape)}, expected [n, {len(head.mean)}]"
         raise KnowledgeError(f"the head and the features do not fit: {text}; use the extractor of the run")
 
 
-def _is_counted(head: RefinedHead, labels_n: Array, counted: Collection[int]) -> Array:
+def _is_counted(head: LinearHead | ClassSpace, labels_n: Array, counted: Collection[int]) -> Array:
     return np.isin(labels_n, sorted(set(counted) & set(head.labels)))
 
 
-def _centred(head: RefinedHead, rows_nd: Array) -> Array:
+def _centred(head: LinearHead, rows_nd: Array) -> Array:
     """Returns x = (z - m, 1), `[n, D + 1]` float64."""
     x = np.ones((len(rows_nd), rows_nd.shape[1] + 1))
     x[:, :-1] = rows_nd.astype(np.float64) - head.mean.astype(np.float64)

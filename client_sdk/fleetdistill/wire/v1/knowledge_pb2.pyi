@@ -400,6 +400,11 @@ class ClassSpace(_message.Message):
     DF_FIELD_NUMBER: _builtins.int
     SHRINKAGE_FIELD_NUMBER: _builtins.int
     OUTSIDE_FIELD_NUMBER: _builtins.int
+    LEVERAGE_FIELD_NUMBER: _builtins.int
+    leverage: _builtins.float
+    """Finite, at least 0: mean share of a row in its own logits, if the space is that of a refined head, whose `centres` are
+    no class means; else 0.
+    """
     @_builtins.property
     def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The K classes, ascending, each in [0, C); at least 2."""
@@ -443,14 +448,97 @@ class ClassSpace(_message.Message):
         df: _tensor_pb2.Tensor | None = ...,
         shrinkage: _tensor_pb2.Tensor | None = ...,
         outside: _tensor_pb2.Tensor | None = ...,
+        leverage: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["centres", b"centres", "counts", b"counts", "df", b"df", "directions", b"directions", "origin", b"origin", "outside", b"outside", "shrinkage", b"shrinkage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["centres", b"centres", "counts", b"counts", "df", b"df", "directions", b"directions", "labels", b"labels", "origin", b"origin", "outside", b"outside", "shrinkage", b"shrinkage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["centres", b"centres", "counts", b"counts", "df", b"df", "directions", b"directions", "labels", b"labels", "leverage", b"leverage", "origin", b"origin", "outside", b"outside", "shrinkage", b"shrinkage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClassSpace: _TypeAlias = ClassSpace  # noqa: Y015
+
+@_typing.final
+class LinearHead(_message.Message):
+    """A softmax head of centred features, from the server, at which devices sum their gradients: logits weights * (z - mean, 1)
+    for projected features z. K is the number of its classes.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LABELS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    MEAN_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The K classes, ascending, each in [0, C); at least 2."""
+
+    @_builtins.property
+    def counts(self) -> _tensor_pb2.Tensor:
+        """[K] int32, samples of each class."""
+
+    @_builtins.property
+    def mean(self) -> _tensor_pb2.Tensor:
+        """[D] float16."""
+
+    @_builtins.property
+    def weights(self) -> _tensor_pb2.Tensor:
+        """[K, D + 1] float16; the biases are last."""
+
+    def __init__(
+        self,
+        *,
+        labels: _abc.Iterable[_builtins.int] | None = ...,
+        counts: _tensor_pb2.Tensor | None = ...,
+        mean: _tensor_pb2.Tensor | None = ...,
+        weights: _tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "mean", b"mean", "weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "labels", b"labels", "mean", b"mean", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinearHead: _TypeAlias = LinearHead  # noqa: Y015
+
+@_typing.final
+class HeadGradient(_message.Message):
+    """Sums over a device's samples at a linear head."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRADIENT_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    scale: _builtins.float
+    """Power of two, finite, above 0."""
+    loss: _builtins.float
+    """Negative log-likelihood of the samples' classes in nats, finite, at least 0."""
+    rows: _builtins.int
+    """Number of samples, at least 1."""
+    @_builtins.property
+    def gradient(self) -> _tensor_pb2.Tensor:
+        """[C, D + 1] float16, finite: the gradient of the loss by the weights, divided by `scale`; 0 in the rows of other classes
+        than the head's.
+        """
+
+    def __init__(
+        self,
+        *,
+        gradient: _tensor_pb2.Tensor | None = ...,
+        scale: _builtins.float = ...,
+        loss: _builtins.float = ...,
+        rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gradient", b"gradient"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gradient", b"gradient", "loss", b"loss", "rows", b"rows", "scale", b"scale"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeadGradient: _TypeAlias = HeadGradient  # noqa: Y015
 
 @_typing.final
 class ClassSums(_message.Message):
@@ -968,6 +1056,8 @@ class Part(_message.Message):
     CLASS_SUMS_FIELD_NUMBER: _builtins.int
     NAMED_TENSORS_FIELD_NUMBER: _builtins.int
     SECURE_MESSAGE_FIELD_NUMBER: _builtins.int
+    LINEAR_HEAD_FIELD_NUMBER: _builtins.int
+    HEAD_GRADIENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that the method gives it, 1 to 256 characters, unique within the payload."""
     @_builtins.property
@@ -1038,6 +1128,14 @@ class Part(_message.Message):
     def secure_message(self) -> Global___SecureMessage:
         """A message of a secure sum."""
 
+    @_builtins.property
+    def linear_head(self) -> Global___LinearHead:
+        """A softmax head."""
+
+    @_builtins.property
+    def head_gradient(self) -> Global___HeadGradient:
+        """Gradient sums at a softmax head."""
+
     def __init__(
         self,
         *,
@@ -1059,12 +1157,14 @@ class Part(_message.Message):
         class_sums: Global___ClassSums | None = ...,
         named_tensors: Global___NamedTensors | None = ...,
         secure_message: Global___SecureMessage | None = ...,
+        linear_head: Global___LinearHead | None = ...,
+        head_gradient: Global___HeadGradient | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "named_tensors", b"named_tensors", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "secure_message", b"secure_message", "shared_statistics", b"shared_statistics", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "head_gradient", b"head_gradient", "kind", b"kind", "linear_head", b"linear_head", "metrics", b"metrics", "model_parameters", b"model_parameters", "named_tensors", b"named_tensors", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "secure_message", b"secure_message", "shared_statistics", b"shared_statistics", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "kind", b"kind", "metrics", b"metrics", "model_parameters", b"model_parameters", "name", b"name", "named_tensors", b"named_tensors", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "secure_message", b"secure_message", "shared_statistics", b"shared_statistics", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_space", b"class_space", "class_sums", b"class_sums", "discriminator", b"discriminator", "distillation_gradient", b"distillation_gradient", "generator", b"generator", "head_gradient", b"head_gradient", "kind", b"kind", "linear_head", b"linear_head", "metrics", b"metrics", "model_parameters", b"model_parameters", "name", b"name", "named_tensors", b"named_tensors", "network_file", b"network_file", "plan", b"plan", "proxy_knowledge", b"proxy_knowledge", "proxy_set", b"proxy_set", "refined_knowledge", b"refined_knowledge", "sample_knowledge", b"sample_knowledge", "secure_message", b"secure_message", "shared_statistics", b"shared_statistics", "weighted_predictions", b"weighted_predictions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["model_parameters", "sample_knowledge", "refined_knowledge", "proxy_knowledge", "weighted_predictions", "distillation_gradient", "generator", "discriminator", "plan", "metrics", "proxy_set", "shared_statistics", "class_space", "network_file", "class_sums", "named_tensors", "secure_message"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["model_parameters", "sample_knowledge", "refined_knowledge", "proxy_knowledge", "weighted_predictions", "distillation_gradient", "generator", "discriminator", "plan", "metrics", "proxy_set", "shared_statistics", "class_space", "network_file", "class_sums", "named_tensors", "secure_message", "linear_head", "head_gradient"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

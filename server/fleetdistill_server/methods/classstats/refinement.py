@@ -1,27 +1,25 @@
 """Refines the head of class statistics: a convex objective from the merge, and steps from sums of gradients.
 
-The server half of `fleetdistill.methods.classstats.refined_head`. Computes in float64, with NumPy; only the saved state
-uses torch. Symbols: n rows, D numbers per row, K classes, x = (z - m, 1), df degrees of freedom. "Line" refers to the
-section "The mathematics" of `docs/reference/methods/classstats.md`.
+The server half of `fleetdistill.methods.classstats.refined_head`. Computes in float64, with NumPy. Symbols: n
+rows, D numbers per row, K classes, x = (z - m, 1), df degrees of freedom. "Line" refers to the section "The
+mathematics" of `docs/reference/methods/classstats.md`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 
 from fleetdistill.errors import KnowledgeError
-from fleetdistill.knowledge import Array
+from fleetdistill.knowledge import Array, ClassSpace
 from fleetdistill.methods.classstats.class_space import shrunk
-from fleetdistill.methods.classstats.refined_head import GradientSum, RefinedHead
+from fleetdistill.methods.classstats.refined_head import GradientSum
 from fleetdistill.methods.classstats.shared_statistics import Moments
 
 _BIAS_PRIOR = 1e-3
+_SMALLEST_DIRECTION = 1e-12  # of the largest; smaller ones are rounding
 _MIN_CURVATURE = 1e-10  # of a pair of differences; pairs below would make the inverse Hessian indefinite
 
 
@@ -86,10 +84,6 @@ class Objective:
         twice = 2 * self.curvature
         inner = np.linalg.solve(twice * self.scatter + self.strength * self.metric, self.scatter)
         return float((np.trace(inner) + self.rows / (twice * self.rows + self.strength)) / self.rows)
-
-    def head(self, weights_kd: Array) -> RefinedHead:
-        """Returns the head with these weights."""
-        return RefinedHead(labels=self.labels, counts=self.counts, mean=self.mean, weights=weights_kd)
 
 
 def mean_of_rows(moments: Moments) -> Array:
@@ -197,32 +191,40 @@ class Refinement:
             return self._best
         return self.weights
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state, from which the next step is bit-identical."""
-        return {
-            "objective": {
-                name: torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value
-                for name, value in (vars(self.objective) | {"labels": list(self.objective.labels)}).items()
-            },
-            "weights": _stored(self.weights),
-            "values": list(self.values),
-            "pairs": [[_stored(moved), _stored(turned)] for moved, turned in self._pairs],
-            "last": None if self._last is None else [_stored(item) for item in self._last],
-            "best": None if self._best is None else _stored(self._best),
-        }
 
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Refinement:
-        """Returns the refinement whose `state_dict` this is."""
-        values = {
-            name: one.numpy() if isinstance(one, torch.Tensor) else one for name, one in state["objective"].items()
-        }
-        result = cls(Objective(**(values | {"labels": tuple(values["labels"])})))
-        result.weights, result.values = state["weights"].numpy(), list(state["values"])
-        result._pairs = [(moved.numpy(), turned.numpy()) for moved, turned in state["pairs"]]
-        result._last = None if state["last"] is None else (state["last"][0].numpy(), state["last"][1].numpy())
-        result._best = None if state["best"] is None else state["best"].numpy()
-        return result
+def space_of_head(objective: Objective, weights_kd: Array, df: int, shrinkage: float) -> ClassSpace:
+    """Returns the space in which the nearest centre's logits are those of the head, but for a number added to each row.
+
+    Args:
+        objective: Of the head. The space's directions are those of its weights, in which T is the identity.
+        weights_kd: W, `[K, D + 1]`.
+        df: Degrees of freedom of the merge.
+        shrinkage: s of the merge.
+
+    Returns:
+        The space in float64; it is sent in float16.
+    """
+    values, vectors = np.linalg.eigh(objective.metric)
+    root = np.sqrt(np.maximum(values, np.finfo(np.float64).tiny))
+    above = weights_kd - weights_kd.mean(axis=0)
+    classes = len(objective.labels)
+    left, sizes, axes = np.linalg.svd((above[:, :-1] @ vectors) * root, full_matrices=False)
+    count = min(classes - 1, int((sizes > sizes[0] * _SMALLEST_DIRECTION).sum()))
+    centres = left[:, :count] * sizes[:count]
+    # v b - |b|^2 / 2 with v = z P - o is the head's logit if o b = m w - bias - |b|^2 / 2, up to one number of all
+    wanted = above[:, :-1] @ objective.mean - above[:, -1] - np.square(centres).sum(axis=1) / 2
+    origin = np.linalg.lstsq(np.column_stack([centres, np.ones(classes)]), wanted, rcond=None)[0][:count]
+    return ClassSpace(
+        labels=list(objective.labels),
+        counts=objective.counts.astype(np.int32),
+        directions=(vectors / root) @ axes[:count].T,
+        origin=origin,
+        centres=centres,
+        df=np.array(df, dtype=np.int64),
+        shrinkage=np.array(shrinkage, dtype=np.float64),
+        outside=np.zeros(()),
+        leverage=objective.leverage(),
+    )
 
 
 def why_refused(summed: GradientSum, shape: tuple[int, int]) -> str | None:
@@ -255,7 +257,3 @@ def _with_last(square: Array, last: float) -> Array:
     result = np.zeros((len(square) + 1, len(square) + 1))
     result[:-1, :-1], result[-1, -1] = square, last
     return result
-
-
-def _stored(array: Array) -> torch.Tensor:
-    return torch.from_numpy(np.array(array))

@@ -223,11 +223,15 @@ class ClassStatsServer(ServerMethod):
         assert self._space is not None
         plan = SpacePlan(
             merge=self.merge_name,
-            counted=bool(self._counted.get(device)),
+            counted=self._is_counted(device),
             left_out=self._left_out_of(device),
             draw_seed=derive_seed(self.context.seed, "space", self.merge_name),
         )
         return {"plan": plan.to_wire(), "space": self._space}
+
+    def _is_counted(self, device: str) -> bool:
+        """Returns whether a device's statistics are in the space."""
+        return bool(self._counted.get(device))
 
     def _left_out_of(self, device: str) -> tuple[int, ...]:
         """Returns the classes that a device has sent and that the merge leaves out."""
@@ -282,10 +286,13 @@ class ClassStatsServer(ServerMethod):
         if moments is None:
             return
         try:
-            payload = encode({"space": self.space_of(moments, notes)})
+            self.use_space(self.space_of(moments, notes), notes)
         except KnowledgeError as error:  # such as a space that overflows float16; the run must continue
             notes.event("no-class-space", f"the merge gives no class space to send: {error}")
-            return
+
+    def use_space(self, space: ClassSpace, notes: Notes) -> None:
+        """Makes a space, rounded as it is sent, the one to send. Raises KnowledgeError if float16 cannot hold it."""
+        payload = encode({"space": space})
         sent = decode(payload)["space"]
         assert isinstance(sent, ClassSpace)
         self._space, self.merge_name = sent, int.from_bytes(payload.sha256[:8], "big") >> 1
