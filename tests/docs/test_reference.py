@@ -307,7 +307,8 @@ def test_python_blocks_compile_and_their_imports_work(page: str, block: str) -> 
 def test_class_statistics_name_lines_that_are_in_the_mathematics(page: str) -> None:
     """Docstrings and comments name a formula by its line in the page's section, such as (line `merge`)."""
     sources = sorted((ROOT / "client_sdk/fleetdistill/methods" / page).glob("*.py"))
-    lines = re.findall(r"^    (\w+) ", _section(f"docs/reference/methods/{page}.md", "The mathematics"), re.MULTILINE)
+    text = _text(f"docs/reference/methods/{page}.md").split("\n## The mathematics\n")[1].split("\n## ")[0]
+    lines = re.findall(r"^    (\w+) ", text, re.MULTILINE)
     named = [
         name for path in sources for name in re.findall(r"(?:\(line `|# line )(\w+)", path.read_text(encoding="utf-8"))
     ]
