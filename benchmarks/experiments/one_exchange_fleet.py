@@ -1,6 +1,7 @@
 """Fleets of devices on fixed features: data sets, features that are computed once, and accuracy of devices' answers.
 
-For `one_exchange.py`, `membership.py`, `class_means.py` and `own_network.py`. n rows, D numbers a row, C classes.
+For `one_exchange.py`, `refined_head.py`, `membership.py`, `class_means.py` and `own_network.py`. n rows, D numbers a
+row, C classes.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Setting:
         devices: How many.
         alpha: Of the Dirichlet partition by class; None deals by the set's clients.
         dimensions: D; None for the usual one.
+        classes: Only this many classes, others for each seed; None for all.
+        held_out: Whether the test rows are other rows of the training part, for choosing settings.
     """
 
     dataset: str = "digits"
@@ -49,6 +52,8 @@ class Setting:
     devices: int = 5
     alpha: float | None = 0.5
     dimensions: int | None = None
+    classes: int | None = None
+    held_out: bool = False
 
     @property
     def name(self) -> str:
@@ -56,8 +61,10 @@ class Setting:
         size = f" {self.image_size}x{self.image_size}" if self.image_size else ""
         rows = f" {self.train_limit}/{self.test_limit}" if self.train_limit or self.test_limit else ""
         width = f" D {self.dimensions}" if self.dimensions else ""
+        some = f" {self.classes} classes" if self.classes else ""
+        held = " held out" if self.held_out else ""
         dealt = "by client" if self.alpha is None else f"alpha {self.alpha}"
-        return f"{self.dataset}{size}{rows}{width} {self.devices} devices {dealt}"
+        return f"{self.dataset}{size}{rows}{some}{held}{width} {self.devices} devices {dealt}"
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,8 @@ def known_sets() -> list[str]:
 def make_fleet(setting: Setting, seed: int, data_dir: str | None = None) -> Fleet:
     """The fleet of one seed: the same rows on the same devices as `fleetdistill simulate` deals them."""
     data, train, test = _set(setting.dataset, setting.image_size, setting.dimensions, data_dir)
+    if setting.classes or setting.held_out:
+        return _fleet_of_some_classes(setting, data, train, seed)
     rows = _some(data.train_labels, setting.train_limit, seed)
     labels = data.train_labels.numpy()[rows]
     if setting.alpha is None:
@@ -152,6 +161,26 @@ def make_fleet(setting: Setting, seed: int, data_dir: str | None = None) -> Flee
     tested = _some(data.test_labels, setting.test_limit, seed)
     unseen = Part(data.test_images[tested], test.of(tested), data.test_labels.numpy()[tested])
     return Fleet(parts, unseen, len(data.classes), seed)
+
+
+def _fleet_of_some_classes(setting: Setting, data: Dataset, features: Features, seed: int) -> Fleet:
+    """Returns a fleet of some classes, numbered anew; training and test rows are of the training part."""
+    assert setting.held_out
+    assert setting.train_limit
+    assert setting.alpha is not None
+    every = data.train_labels.numpy()
+    count = setting.classes or len(data.classes)
+    chosen = np.sort(np.random.default_rng([seed, 5]).permutation(len(data.classes))[:count])
+    known = np.flatnonzero(np.isin(every, chosen))
+    labels = np.searchsorted(chosen, every)
+    rows = known[stratified_rows(labels[known], setting.train_limit, seed)]
+    rest = np.setdiff1d(known, rows)
+    tested = rest[_some(torch.from_numpy(labels[rest]), setting.test_limit, seed)]
+    dealt = partition("dirichlet_by_class", labels[rows], setting.devices, seed, alpha=setting.alpha).indices
+    parts = [
+        Part(data.train_images[at], features.of(at), labels[at]) for at in (*(rows[mine] for mine in dealt), tested)
+    ]
+    return Fleet(tuple(parts[:-1]), parts[-1], count, seed)
 
 
 def _some(labels: Tensor, limit: int | None, seed: int) -> Array:

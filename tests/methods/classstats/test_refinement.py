@@ -20,6 +20,7 @@ from fleetdistill.methods.classstats.shared_statistics import moments_of
 from fleetdistill_server.methods.classstats.refinement import (
     Objective,
     Refinement,
+    bounded_strength,
     make_objective,
     mean_of_rows,
     strength_rule,
@@ -123,6 +124,20 @@ def test_start_is_newtons_step_from_no_weights() -> None:
 )
 def test_strength_is_the_rows_of_a_class(rows: int, classes: int, dimensions: int, expected: float) -> None:
     assert strength_rule(rows, classes, dimensions) == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize("bound", [0.4, 0.1, 0.01])
+def test_bounded_strength_has_exactly_this_leverage(bound: float) -> None:
+    made = objective()
+    strength = bounded_strength(made, bound)
+    assert strength > made.strength
+    assert replace(made, strength=strength).leverage() == pytest.approx(bound, rel=1e-9)
+
+
+def test_strength_of_small_leverage_stays() -> None:
+    """h is 0.47."""
+    assert bounded_strength(objective(), 0.5) == objective().strength
+    assert bounded_strength(objective()) == objective().strength
 
 
 def test_no_objective_of_one_class_or_constant_features() -> None:

@@ -20,6 +20,7 @@ from fleetdistill.methods.classstats.shared_statistics import Moments
 
 _BIAS_PRIOR = 1e-3
 _SMALLEST_DIRECTION = 1e-12  # of the largest; smaller ones are rounding
+_HALVINGS = 40
 _MIN_CURVATURE = 1e-10  # of a pair of differences; pairs below would make the inverse Hessian indefinite
 
 
@@ -94,6 +95,31 @@ def mean_of_rows(moments: Moments) -> Array:
 def strength_rule(rows: int, classes: int, dimensions: int) -> float:
     """Returns λ = min(n / K, D) (line `objective`)."""
     return float(min(rows / classes, dimensions))
+
+
+def bounded_strength(objective: Objective, max_leverage: float = 1.0) -> float:
+    """Returns the smallest λ, at least the objective's, with which the leverage h is at most a bound (line `bounded`).
+
+    With few rows of a class, λ = n / K is so weak that the head fits single rows.
+
+    Args:
+        objective: The objective; its λ is the lower bound.
+        max_leverage: Bound of h, above 0.
+    """
+    root = np.linalg.inv(np.linalg.cholesky(objective.metric))
+    ratios = np.append(np.linalg.eigvalsh(root @ objective.scatter @ root.T), objective.rows)
+    low, high = objective.strength, objective.strength
+    while _leverage(ratios, objective, high) > max_leverage:
+        low, high = high, 2 * high
+    for _ in range(_HALVINGS if high > low else 0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _leverage(ratios, objective, middle) > max_leverage else (low, middle)
+    return high
+
+
+def _leverage(ratios: Array, objective: Objective, strength: float) -> float:
+    """Returns h with another λ; the ratios are the eigenvalues of T⁻¹ K, and n for the bias."""
+    return float((ratios / (2 * objective.curvature * ratios + strength)).sum() / objective.rows)
 
 
 def make_objective(moments: Moments, mean_d: Array, shrinkage: float, strength: float) -> Objective:
