@@ -26,11 +26,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from one_exchange import FASHION, SETTINGS, Exchange, Figures, alone, bytes_down, closed_form, exchange, read
+from one_exchange import FASHION, SETTINGS, Exchange, Figures, alone, bytes_down, exchange, read
 from one_exchange_fleet import Fleet, Setting, accuracies, make_fleet
 
 from fleetdistill.knowledge import Array
-from fleetdistill.methods.classstats.class_space import class_prior
+from fleetdistill.knowledge.statistics import MIN_ROWS_PER_DIRECTION
+from fleetdistill.methods.classstats.class_space import class_prior, coordinates, logits
+from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT, class_variants
 from fleetdistill.methods.classstats.config import ClassStatsConfig
 from fleetdistill.methods.classstats.projection import usual_dimensions
 from fleetdistill.methods.classstats.refined_head import (
@@ -52,7 +54,7 @@ from fleetdistill_server.methods.classstats.refinement import (
     strength_rule,
 )
 
-CLOSED = {"closed form": ClassStatsConfig().rows_per_direction, "closed form, rank 128": 1}
+CLOSED = {"closed form": ClassStatsConfig().rows_per_direction, "closed form, rank 128": MIN_ROWS_PER_DIRECTION}
 """Rows -> rows_per_direction."""
 LAM, BOUNDED = "min(n/C, D)", "h <= 1"
 HELD_OUT = Setting("fashion-mnist", 14, test_limit=2500, alpha=0.5, held_out=True)
@@ -89,6 +91,26 @@ def directions(rows_per_direction: int) -> Any:
     """Degrees of freedom -> most directions that a device sends."""
     rank = ClassStatsConfig().rank
     return lambda df: min(rank, df // rows_per_direction)
+
+
+def closed_form(fleet: Fleet, rows_per_direction: int) -> Figures:
+    """Figures of the product's general and personal models, without the guard of own statistics."""
+    made = exchange(fleet, directions(rows_per_direction))
+    general = logits(made.space, coordinates(made.space, fleet.test.features), fleet.classes)
+    answers, hits = [], 0.0
+    for number, part in enumerate(fleet.parts):
+        counted = made.counted(number)
+        variants = class_variants(
+            made.space, part.features, part.labels, counted, fleet.classes, None, rows_per_direction
+        )
+        answers.append(general / variants.personal.temperature + np.log(variants.personal.prior))
+        hits += next(figure.sum for figure in variants.figures if figure.name == LEAVE_ONE_OUT)
+    return {
+        "all": accuracies(fleet, [general] * len(answers))[0],
+        "own": accuracies(fleet, answers)[1],
+        "kb": made.kb,
+        "leave_one_out": hits / sum(len(part.labels) for part in fleet.parts),
+    }
 
 
 def summed(fleet: Fleet, made: Exchange, head: RefinedHead) -> GradientSum:
@@ -176,7 +198,7 @@ def measure(fleet: Fleet, steps: Sequence[int], lams: Sequence[str]) -> dict[str
     """The rows of the table for one fleet."""
     result: dict[str, Figures] = {"alone": alone(fleet)}
     for name, rows in CLOSED.items():
-        result[name] = closed_form(fleet, directions(rows))
+        result[name] = closed_form(fleet, rows)
     made = exchange(fleet, directions(CLOSED["closed form"]))
     for lam in lams:
         for number, figures in refined(fleet, made, steps, lam).items():
