@@ -29,29 +29,29 @@ import torch
 from one_exchange import FASHION, SETTINGS, Exchange, Figures, alone, bytes_down, exchange, read
 from one_exchange_fleet import Fleet, Setting, accuracies, make_fleet
 
-from fleetdistill.knowledge import Array
+from fleetdistill.knowledge import Array, ClassSpace, LinearHead
 from fleetdistill.knowledge.statistics import MIN_ROWS_PER_DIRECTION
-from fleetdistill.methods.classstats.class_space import class_prior, coordinates, logits
+from fleetdistill.methods.classstats.class_space import coordinates, logits
 from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT, class_variants
 from fleetdistill.methods.classstats.config import ClassStatsConfig
 from fleetdistill.methods.classstats.projection import usual_dimensions
 from fleetdistill.methods.classstats.refined_head import (
     GradientSum,
-    RefinedHead,
-    choose_temperature,
+    from_wire,
     gradient_sum,
-    head_logits,
-    leave_one_out_logits,
-    personal_logits,
+    left_out_logits,
+    to_wire,
 )
 from fleetdistill.training.figures import likelihood
+from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.methods.classstats.refinement import (
     Objective,
     Refinement,
-    bounded_strength,
     make_objective,
     mean_of_rows,
+    space_of_head,
     strength_rule,
+    usual_objective,
 )
 
 CLOSED = {"closed form": ClassStatsConfig().rows_per_direction, "closed form, rank 128": MIN_ROWS_PER_DIRECTION}
@@ -113,25 +113,27 @@ def closed_form(fleet: Fleet, rows_per_direction: int) -> Figures:
     }
 
 
-def summed(fleet: Fleet, made: Exchange, head: RefinedHead) -> GradientSum:
+def summed(fleet: Fleet, made: Exchange, objective: Objective, weights: Array) -> GradientSum:
     """The sum over the devices' messages, each in the types that it is sent in."""
-    total = GradientSum(np.zeros(head.weights.shape), 0.0, 0)
+    head = LinearHead(labels=list(objective.labels), counts=objective.counts, mean=objective.mean, weights=weights)
+    gradient, loss, rows = np.zeros(weights.shape), 0.0, 0
     for number, part in enumerate(fleet.parts):
         own = gradient_sum(head, part.features, part.labels, made.counted(number))
-        sent = own.gradient.astype(np.float16).astype(np.float64), float(np.float32(own.loss)), own.rows
-        total = GradientSum(*(first + second for first, second in zip(total, sent, strict=True)))
-    return total
+        sent = to_wire(own, head, fleet.classes)
+        received = from_wire(replace(sent, gradient=sent.gradient.astype(np.float16)), head)
+        gradient, loss, rows = gradient + received.gradient, loss + received.loss, rows + received.rows
+    return GradientSum(gradient, loss, rows)
 
 
 def refined(fleet: Fleet, made: Exchange, steps: Sequence[int], lam: str) -> dict[int, Figures]:
     """Figures after some numbers of steps, from the product's message of each device."""
     moments = made.merged
     sizes = int(moments.counts.sum()), len(moments.labels), moments.dimensions
-    objective = make_objective(
-        moments, mean_of_rows(moments).astype(np.float16), float(made.space.shrinkage), strength_of(lam, *sizes)
-    )
+    mean, shrinkage = mean_of_rows(moments).astype(np.float16), float(made.space.shrinkage)
     if lam == BOUNDED:
-        objective = replace(objective, strength=bounded_strength(objective))
+        objective = usual_objective(moments, mean, shrinkage)
+    else:
+        objective = make_objective(moments, mean, shrinkage, strength_of(lam, *sizes))
     refinement, result = Refinement(objective), {}
     for step in range(max(steps) + 1):
         final = refinement.final().astype(np.float16)
@@ -142,29 +144,32 @@ def refined(fleet: Fleet, made: Exchange, steps: Sequence[int], lam: str) -> dic
                 "values": [value / objective.rows for value in refinement.values],
             }
         sent = refinement.weights.astype(np.float16)
-        refinement.step(sent, summed(fleet, made, objective.head(sent)))
+        refinement.step(sent, summed(fleet, made, objective, sent))
     return result
 
 
 def at_weights(fleet: Fleet, made: Exchange, objective: Objective, weights: Array) -> Figures:
     """J and the loss per row."""
-    total = summed(fleet, made, objective.head(weights))
+    total = summed(fleet, made, objective, weights)
     value, _ = objective.value_and_gradient(weights.astype(np.float64), total)
     return {"value": value / objective.rows, "loss": total.loss / objective.rows}
 
 
 def figures(fleet: Fleet, made: Exchange, objective: Objective, weights: Array, steps: int) -> Figures:
     """Accuracies of the head, and what a rule could use."""
-    head, leverage = objective.head(weights), objective.leverage()
-    general = head_logits(head, fleet.test.features, fleet.classes)
+    sent = encode({"space": space_of_head(objective, weights, made.merged.df, float(made.space.shrinkage))})
+    space = decode(sent)["space"]
+    assert isinstance(space, ClassSpace)
+    general = logits(space, coordinates(space, fleet.test.features), fleet.classes)
     answers, temperatures, hits, nats = [], [], 0, 0.0
     for number, part in enumerate(fleet.parts):
-        left_out = leave_one_out_logits(head, part.features, part.labels, made.counted(number), leverage, fleet.classes)
-        prior = class_prior(part.labels, fleet.classes)
-        temperature = choose_temperature(head, left_out, part.labels, prior)
-        answers.append(personal_logits(head, general, temperature, prior))
-        temperatures.append(temperature)
-        nats -= likelihood(personal_logits(head, left_out, temperature, prior), part.labels)
+        counted = made.counted(number)
+        found = logits(space, coordinates(space, part.features), fleet.classes)
+        left_out = left_out_logits(space, found, part.labels, counted)
+        personal = class_variants(space, part.features, part.labels, counted, fleet.classes, None).personal
+        answers.append(general / personal.temperature + np.log(personal.prior))
+        temperatures.append(personal.temperature)
+        nats -= likelihood(left_out / personal.temperature + np.log(personal.prior), part.labels)
         hits += int((left_out.argmax(axis=1) == part.labels).sum())
     rows, classes, dimensions = objective.rows, len(objective.labels), objective.metric.shape[0]
     number = 2 * classes * (dimensions + 1)
@@ -176,12 +181,12 @@ def figures(fleet: Fleet, made: Exchange, objective: Objective, weights: Array, 
         "leave_one_out": hits / sum(len(part.labels) for part in fleet.parts),
         "temperature": float(np.mean(temperatures)),
         "strength": objective.strength,
-        "leverage": leverage,
+        "leverage": space.leverage,
         "n": rows,
         "classes": classes,
         "dimensions": dimensions,
         "min_count": int(objective.counts.min()),
-        "effective": leverage * rows * objective.curvature,
+        "effective": space.leverage * rows * objective.curvature,
         "signal": signal(objective),
         "left_out_nats": nats / sum(len(part.labels) for part in fleet.parts),
     }
@@ -253,7 +258,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2], help="multiples of the usual D")
     parser.add_argument("--steps", type=int, nargs="+", default=[3, 5], help="R, gradients")
     parser.add_argument(
-        "--lam", nargs="+", default=[LAM], help=f"n/C, D, numbers, factors as 3*n/C, '{LAM}', or '{BOUNDED}'"
+        "--lam", nargs="+", default=[BOUNDED], help=f"n/C, D, numbers, factors as 3*n/C, '{LAM}', or '{BOUNDED}'"
     )
     parser.add_argument("--results", type=Path, default=Path("out/experiments/refined_head.jsonl"))
     given = parser.parse_args()

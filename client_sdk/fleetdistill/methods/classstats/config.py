@@ -17,6 +17,7 @@ _ANONYMOUS_ROWS = 10
 """Fewest samples per direction with which the server cannot recognise single samples."""
 _MAX_IMAGES = 100_000
 _MAX_REFINE_STEPS = 20
+AUTO = "auto"
 _DIMENSIONS = (8, 2048)
 SMALLEST_SIDE = 8
 _CHOICES = {
@@ -105,9 +106,9 @@ class ClassStatsConfig(SpaceConfig):
             single rows.
         min_samples: n_min, minimum number of samples of a class that a device sends, at least 2.
         shrinkage: s, weight of the diagonal in the merged covariance, in [0, 1); or `rule`, D / (4 df) in [0.05, 0.5].
-        refine: `off`, or `gradients`: after a merge the devices sum gradients in further exchanges, towards a softmax
-            head. These sums reveal more of single rows.
-        refine_steps: R, number of these exchanges, in [1, 20].
+        refine: `off`; `gradients`: after a merge the devices sum gradients in further exchanges, towards a softmax
+            head; or `auto`: the same, but if the first step hardly lowers the loss, they get the closed form.
+        refine_steps: R, number of these exchanges, in [2, 20].
     """
 
     rank: int = 128
@@ -127,8 +128,8 @@ class ClassStatsConfig(SpaceConfig):
         check_range("rows_per_direction", self.rows_per_direction, MIN_ROWS_PER_DIRECTION)
         check_range("min_samples", self.min_samples, 2)
         self._check_shrinkage()
-        check_choice("refine", self.refine, ("off", "gradients"))
-        check_range("refine_steps", self.refine_steps, 1, _MAX_REFINE_STEPS + 1)
+        check_choice("refine", self.refine, ("off", "gradients", AUTO))
+        check_range("refine_steps", self.refine_steps, 2, _MAX_REFINE_STEPS + 1)
         if self.refines and (self.predictor, self.own_network) != ("closed_form", "kept"):
             raise ConfigurationError(
                 f"refine = {self.refine!r} needs predictor = 'closed_form' and own_network = 'kept', got "

@@ -8,7 +8,7 @@ mathematics" of `docs/reference/methods/classstats.md`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -149,6 +149,13 @@ def make_objective(moments: Moments, mean_d: Array, shrinkage: float, strength: 
         scatter=moments.df * metric + (moments.counts[:, None] * away).T @ away,
         strength=strength,
     )
+
+
+def usual_objective(moments: Moments, mean_d: Array, shrinkage: float) -> Objective:
+    """Makes the objective with λ by the rules `strength_rule` and `bounded_strength`; see `make_objective`."""
+    rule = strength_rule(int(moments.counts.sum()), len(moments.labels), moments.dimensions)
+    objective = make_objective(moments, mean_d, shrinkage, rule)
+    return replace(objective, strength=bounded_strength(objective))
 
 
 class Refinement:

@@ -10,16 +10,15 @@ import numpy as np
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, ClassSpace, HeadGradient, LinearHead, Plan
 from fleetdistill.methods.classstats.class_space import pack_space, unpack_space
-from fleetdistill.methods.classstats.config import ClassStatsConfig
+from fleetdistill.methods.classstats.config import AUTO, ClassStatsConfig
 from fleetdistill.methods.classstats.refined_head import GradientSum, from_wire
 from fleetdistill.methods.classstats.shared_statistics import Moments, in_float16
 from fleetdistill_server.methods.classstats.refinement import (
     Objective,
     Refinement,
-    make_objective,
     mean_of_rows,
     space_of_head,
-    strength_rule,
+    usual_objective,
     why_refused,
 )
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
@@ -27,6 +26,8 @@ from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 REFINE = "refine"
+_MIN_FALL = 0.01
+"""By how much of it the first step must lower the objective; below that, a head gained about a point at most."""
 _MIN_SHARE = 0.5
 """Smallest share of the merge's rows that take part in the gradient sums."""
 _MAX_GROWTH = 1.1
@@ -45,6 +46,7 @@ class RefiningServer(ClassStatsServer):
     def __init__(self, config: ClassStatsConfig, context: Any) -> None:
         super().__init__(config, context)
         self._moments: Moments | None = None  # of the last merge, unless the server was restarted since
+        self._unrefined = 0  # name of the merge that stays without a head
         self._head: ClassSpace | None = None
         self._head_rows: dict[str, tuple[int, str]] = {}  # rows and data version of each device in the head
 
@@ -71,6 +73,8 @@ class RefiningServer(ClassStatsServer):
         await super()._collect_statistics(cohort, asked)
         if not self.config.refines or self._space is None or self._space.is_refined:
             return
+        if self._unrefined == self.merge_name:
+            return
         moments = self._merge_again(cohort)
         try:
             head = await self._refined(cohort, asked, moments)
@@ -85,8 +89,7 @@ class RefiningServer(ClassStatsServer):
         """Asks the devices for gradient sums step by step; returns the head's space, or None if too few take part."""
         mean = in_float16(mean_of_rows(moments), "the mean of the features")
         shrinkage = self._shrinkage(moments)
-        classes, size = len(moments.labels), moments.dimensions
-        objective = make_objective(moments, mean, shrinkage, strength_rule(int(moments.counts.sum()), classes, size))
+        objective = usual_objective(moments, mean, shrinkage)
         refinement, taking = Refinement(objective), [device for device in asked if self._counted.get(device)]
         for _ in range(self.config.refine_steps):
             evaluated = in_float16(refinement.weights, "the head's weights")
@@ -97,6 +100,8 @@ class RefiningServer(ClassStatsServer):
                 refinement.restart()
             taking = list(sums)
             refinement.step(evaluated, _summed(sums))
+            if self.config.refine == AUTO and self._falls_too_little(refinement, cohort):
+                return None
         cohort.report("refined_loss", refinement.values[-1] / objective.rows)
         return space_of_head(objective, refinement.final(), moments.df, shrinkage)
 
@@ -130,6 +135,16 @@ class RefiningServer(ClassStatsServer):
         text = f"only {rows} of the merge's {objective.rows} rows take part in the gradient sums"
         notes.event("not-refined", f"{text}, at least {_MIN_SHARE:.0%} must; the closed form is used")
         return False
+
+    def _falls_too_little(self, refinement: Refinement, notes: Notes) -> bool:
+        """Returns whether the first step has shown that a head is not worth its bytes; the merge then stays without."""
+        if len(refinement.values) != 2 or refinement.values[1] <= (1 - _MIN_FALL) * refinement.values[0]:
+            return False
+        self._unrefined = self.merge_name
+        change = refinement.values[1] / refinement.values[0] - 1
+        text = f"a first step changes the objective by {change:+.1%}, at least {-_MIN_FALL:+.0%} is wanted"
+        notes.event("not-refined", f"{text}; the closed form is used")
+        return True
 
     # --- the merge
 
@@ -174,11 +189,11 @@ class RefiningServer(ClassStatsServer):
     def state_dict(self) -> dict[str, Any]:
         head = None if self._head is None else pack_space(self._head)
         rows = {device: list(item) for device, item in self._head_rows.items()}
-        return {**super().state_dict(), "head": head, "head_rows": rows}
+        return {**super().state_dict(), "head": head, "head_rows": rows, "unrefined": self._unrefined}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._moments = None
+        self._moments, self._unrefined = None, state["unrefined"]
         self._head = None if state["head"] is None else unpack_space(state["head"])
         self._head_rows = {device: (rows, version) for device, (rows, version) in state["head_rows"].items()}
 
