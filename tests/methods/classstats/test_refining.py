@@ -108,26 +108,21 @@ def test_too_few_rows_leave_the_closed_form_and_try_again():
     assert all(half.own.space.is_refined for half in played.halves.values())
 
 
-def test_auto_leaves_the_closed_form_where_the_loss_hardly_falls():
+def test_the_closed_form_stays_where_the_loss_hardly_falls():
     """With labels that the features say nothing of; the same merge is not tried again."""
     halves = {}
-    for number, (name, half) in enumerate(devices(refine="auto").items()):
+    for number, (name, half) in enumerate(devices(**REFINE).items()):
         data = half.local.data
         order = torch.randperm(len(data.labels), generator=torch.Generator().manual_seed(number))
-        halves[name] = device_on(TensorData(data.inputs, data.labels[order]), refine="auto")
-    played = Rounds(make_server(refine="auto"), halves).play()
+        halves[name] = device_on(TensorData(data.inputs[:], data.labels[order]), **REFINE)
+    played = Rounds(make_server(**REFINE), halves).play()
     assert steps_of(played) == ["summarise", "refine", "refine", "learn"]
     assert "changes the objective by" in dict(played.events)["not-refined"]
     assert not space_of(played).is_refined
     state = unpack_state(pack_state(played.server.state_dict()))
-    played.server = make_server(refine="auto")
+    played.server = make_server(**REFINE)
     played.server.load_state_dict(state)
     assert played.play().asked == []
-
-
-def test_auto_makes_a_head_where_the_loss_falls():
-    played = fleet("abc", refine="auto").play()
-    assert same(space_of(played), space_of(refined_fleet().play()))
 
 
 # --- later rounds

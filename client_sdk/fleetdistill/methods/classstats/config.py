@@ -17,7 +17,6 @@ _ANONYMOUS_ROWS = 10
 """Fewest samples per direction with which the server cannot recognise single samples."""
 _MAX_IMAGES = 100_000
 _MAX_REFINE_STEPS = 20
-AUTO = "auto"
 _DIMENSIONS = (8, 2048)
 SMALLEST_SIDE = 8
 _CHOICES = {
@@ -106,8 +105,9 @@ class ClassStatsConfig(SpaceConfig):
             single rows.
         min_samples: n_min, minimum number of samples of a class that a device sends, at least 2.
         shrinkage: s, weight of the diagonal in the merged covariance, in [0, 1); or `rule`, D / (4 df) in [0.05, 0.5].
-        refine: `off`; `gradients`: after a merge the devices sum gradients in further exchanges, towards a softmax
-            head; or `auto`: the same, but if the first step hardly lowers the loss, they get the closed form.
+        refine: `off`, or `gradients`: after a merge the devices sum gradients in further exchanges, towards a softmax
+            head; if the first step hardly lowers the loss, they get the closed form. The sums reveal more of single
+            rows.
         refine_steps: R, number of these exchanges, in [2, 20].
     """
 
@@ -128,7 +128,7 @@ class ClassStatsConfig(SpaceConfig):
         check_range("rows_per_direction", self.rows_per_direction, MIN_ROWS_PER_DIRECTION)
         check_range("min_samples", self.min_samples, 2)
         self._check_shrinkage()
-        check_choice("refine", self.refine, ("off", "gradients", AUTO))
+        check_choice("refine", self.refine, ("off", "gradients"))
         check_range("refine_steps", self.refine_steps, 2, _MAX_REFINE_STEPS + 1)
         if self.refines and (self.predictor, self.own_network) != ("closed_form", "kept"):
             raise ConfigurationError(
@@ -149,12 +149,18 @@ class ClassStatsConfig(SpaceConfig):
 
     def reveals(self) -> str:
         """See `LocalTraining.reveals`."""
-        if not self.rank or self.rows_per_direction >= _ANONYMOUS_ROWS:
-            return ""
-        return (
-            f"class statistics with a direction for every {self.rows_per_direction} samples leave, fewer than "
-            f"{_ANONYMOUS_ROWS}; the server can recognise single samples in them"
-        )
+        texts = []
+        if self.rank and self.rows_per_direction < _ANONYMOUS_ROWS:
+            texts.append(
+                f"class statistics with a direction for every {self.rows_per_direction} samples leave, fewer than "
+                f"{_ANONYMOUS_ROWS}; the server can recognise single samples in them"
+            )
+        if self.refines:
+            texts.append(
+                f"{self.refine_steps} sums of gradients leave besides class statistics; the server recognises more "
+                "single samples with them"
+            )
+        return "; and ".join(texts)
 
     def dimensions_for(self, input_shape: tuple[int, ...], features: int) -> int:
         """Returns D for a run: `dimensions` or the default for its inputs, at most the numbers of the features."""

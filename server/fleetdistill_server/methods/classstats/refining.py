@@ -10,7 +10,7 @@ import numpy as np
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, ClassSpace, HeadGradient, LinearHead, Plan
 from fleetdistill.methods.classstats.class_space import pack_space, unpack_space
-from fleetdistill.methods.classstats.config import AUTO, ClassStatsConfig
+from fleetdistill.methods.classstats.config import ClassStatsConfig
 from fleetdistill.methods.classstats.refined_head import GradientSum, from_wire
 from fleetdistill.methods.classstats.shared_statistics import Moments, in_float16
 from fleetdistill_server.methods.classstats.refinement import (
@@ -100,7 +100,7 @@ class RefiningServer(ClassStatsServer):
                 refinement.restart()
             taking = list(sums)
             refinement.step(evaluated, _summed(sums))
-            if self.config.refine == AUTO and self._falls_too_little(refinement, cohort):
+            if self._falls_too_little(refinement, cohort):
                 return None
         cohort.report("refined_loss", refinement.values[-1] / objective.rows)
         return space_of_head(objective, refinement.final(), moments.df, shrinkage)
