@@ -17,34 +17,31 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from class_means import ROWS, Pools, deal, make_pools, send
 from one_exchange_fleet import Features
-from scipy.linalg import solve_triangular
 
 from fleetdistill.knowledge import Array, LinearHead
 from fleetdistill.methods.classstats.class_space import shrinkage_rule
 from fleetdistill.methods.classstats.refined_head import GradientSum, from_wire, gradient_sum, to_wire
 from fleetdistill.methods.classstats.shared_statistics import in_float16, merge
+from fleetdistill_lab.audit.gradient_sums import likelihood_ratios, stack
 from fleetdistill_lab.audit.knowledge import PublicMoments
 from fleetdistill_lab.audit.linkage import Scored, linkage
 from fleetdistill_lab.simulation.data.datasets import load_dataset
 from fleetdistill_server.methods.classstats.refinement import (
     Refinement,
-    make_objective,
     mean_of_rows,
-    strength_rule,
+    usual_objective,
 )
 
 ATTACKED, CLASSES = 300, 10
 SUMS = (1, 2, 5, 20)
 STEPS = (0, 1, 3, 5)
-_WEIGHT = 0.6
-"""Weight of the diagonal in the covariance."""
 
 
 def heads_and_gradients(
@@ -53,8 +50,7 @@ def heads_and_gradients(
     """The heads of a fleet's steps, and at each the sum of the first devices' gradients, as the server has them."""
     moments = merge([send(pools, rows).moments for rows in devices])
     mean = in_float16(mean_of_rows(moments), "mean")
-    rule = strength_rule(int(moments.counts.sum()), len(moments.labels), moments.dimensions)
-    refinement = Refinement(make_objective(moments, mean, shrinkage_rule(moments.dimensions, moments.df), rule))
+    refinement = Refinement(usual_objective(moments, mean, shrinkage_rule(moments.dimensions, moments.df)))
     heads, gradients = [], []
     for _ in range(steps):
         weights = in_float16(refinement.weights, "weights")
@@ -73,96 +69,14 @@ def heads_and_gradients(
     return heads, gradients
 
 
-@dataclass(frozen=True)
-class Contributions:
-    """What rows add to the stacked class sums and gradients: e xT of each row, less its class's mean of public rows."""
-
-    e: Array
-    x: Array
-    labels: Array
-    means: Mapping[int, Array]
-
-    def with_matrix(self, matrix: Array) -> Array:
-        """Inner products with a matrix like the stacked sums, `[n]`."""
-        inner = ((self.e @ matrix) * self.x).sum(axis=1)
-        return np.asarray(inner - np.array([np.vdot(self.means[c], matrix) for c in range(CLASSES)])[self.labels])
-
-    def with_rows(self, others: Contributions) -> Array:
-        """Inner products with those of other rows, `[n, m]`."""
-        result = (self.e @ others.e.T) * (self.x @ others.x.T)
-        for c, mean in self.means.items():
-            result[:, others.labels == c] -= ((self.e @ mean) * self.x).sum(axis=1)[:, None]
-            result[self.labels == c] -= others.with_matrix(mean)
-        return result
-
-    def lengths(self) -> Array:
-        """Their squared lengths, `[n]`."""
-        result = np.square(self.e).sum(axis=1) * np.square(self.x).sum(axis=1)
-        for c, mean in self.means.items():
-            at = self.labels == c
-            result[at] += np.square(mean).sum() - 2 * ((self.e[at] @ mean) * self.x[at]).sum(axis=1)
-        return result
-
-
-def factors(mean: Array, heads: Sequence[LinearHead], features: Array, labels: Array) -> tuple[Array, Array]:
-    """Stacked e and x of rows, `[n, C (1 + R)]` and `[n, D + 1]`: e_y, then the probabilities at each head."""
-    x = np.column_stack([features - mean, np.ones(len(features))])
-    parts = [np.eye(CLASSES)[labels]]
-    for head in heads:
-        logits = x @ head.weights.astype(np.float64).T
-        p = np.exp(logits - logits.max(axis=1, keepdims=True))
-        parts.append(p / p.sum(axis=1, keepdims=True))
-    return np.concatenate(parts, axis=1), x
-
-
-def scores(
-    pools: Pools,
-    mean: Array,
-    heads: Sequence[LinearHead],
-    seen: Array,
-    counts: Array,
-    rows: Array,
-) -> Array:
-    """Log-likelihood ratio of each row being in a sum, `[n]`.
-
-    The covariance of a row's contribution is that of the public rows, shrunk towards a diagonal in which features are
-    whitened.
-
-    Args:
-        heads: Those whose gradients are used.
-        seen: Sums of e xT, `[C (1 + R), D + 1]`.
-        counts: Rows of each class in the sum.
-        rows: Candidates.
-    """
-    e, x = factors(mean, heads, pools.features[rows], pools.labels[rows])
-    public_e, public_x = factors(mean, heads, pools.features[pools.public], pools.labels[pools.public])
-    labels, total = pools.labels[pools.public], counts.sum()
-    whitening = np.eye(x.shape[1])
-    values, vectors = np.linalg.eigh(PublicMoments(public_x[:, :-1], labels).pooled)
-    whitening[:-1, :-1] = vectors / np.sqrt(values)
-    share = np.array([(counts[c] / total) / (labels == c).sum() for c in range(CLASSES)])[labels]
-    size = np.sqrt(np.maximum(share @ np.square(public_e), 1e-6))
-    e, public_e, x, public_x = e / size, public_e / size, x @ whitening, public_x @ whitening
-    means = {c: public_e[labels == c].T @ public_x[labels == c] / (labels == c).sum() for c in range(CLASSES)}
-    away = (seen[: e.shape[1]] / size[:, None]) @ whitening - sum(counts[c] * means[c] for c in range(CLASSES))
-    asked = Contributions(e, x, pools.labels[rows], means)
-    public = Contributions(public_e, public_x, labels, means)
-    gram, beside = public.with_rows(public), asked.with_rows(public)
-    direct, of_public, length = asked.with_matrix(away), public.with_matrix(away), asked.lengths()
-    inner = np.linalg.cholesky(gram + np.diag(_WEIGHT / (1 - _WEIGHT) / share))
-    left = solve_triangular(inner, beside.T, lower=True)
-    ratio = direct - left.T @ solve_triangular(inner, of_public, lower=True)
-    return np.asarray(ratio / total - (length - np.square(left).sum(axis=0)) / 2 / total)
-
-
 def attacked(pools: Pools, size: int, seed: int) -> Iterator[tuple[str, Scored]]:
     """Yields the scores of up to 300 rows of a sum of devices and of their decoys, by attack."""
     devices = deal(pools, max(size, 5), math.inf, seed)
     heads, gradients = heads_and_gradients(pools, devices, size, max(STEPS))
     members = np.concatenate(devices[:size])
     mean, of_member = heads[0].mean.astype(np.float64), pools.labels[members]
-    e, x = factors(mean, [], pools.features[members], of_member)
-    sums, counts = e.T @ x, np.bincount(of_member, minlength=CLASSES)
+    x = np.column_stack([pools.features[members] - mean, np.ones(len(members))])
+    sums, counts = np.eye(CLASSES)[of_member].T @ x, np.bincount(of_member, minlength=CLASSES)
     seen = np.concatenate([sums, *(gradient + sums for gradient in gradients)])
     own = members[np.random.default_rng([seed, 2]).permutation(len(members))[:ATTACKED]]
     rows = np.concatenate([own, pools.decoys])
@@ -172,7 +86,11 @@ def attacked(pools: Pools, size: int, seed: int) -> Iterator[tuple[str, Scored]]
     for c in range(CLASSES):
         sent = pools.features[members[of_member == c]].mean(axis=0)
         found["means"][labels == c] = known.leaning(pools.features[rows[labels == c]], sent, c, counts[c])
-    found |= {f"{steps} steps": scores(pools, mean, heads[:steps], seen, counts, rows) for steps in STEPS}
+    for steps in STEPS:
+        both = (stack(heads, pools.features[at], pools.labels[at], CLASSES) for at in (rows, pools.public))
+        used = CLASSES * (1 + steps)
+        own_stack, public = (replace(one, e=one.e[:, :used]) for one in both)
+        found[f"{steps} steps"] = likelihood_ratios(own_stack, public, seen[:used], counts)
     for attack, values in found.items():
         for place, label in enumerate(labels[: len(own)]):
             yield attack, Scored(float(values[place]), values[len(own) :][decoys == label])

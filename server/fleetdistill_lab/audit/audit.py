@@ -22,12 +22,14 @@ from fleetdistill.knowledge import (
     ClassSums,
     Discriminator,
     DistillationGradient,
+    HeadGradient,
     Kind,
     ModelParameters,
     SampleKnowledge,
     SharedStatistics,
 )
 from fleetdistill.state.state_file import unpack_state
+from fleetdistill_lab.audit.gradient_sums import by_gradient_sums
 from fleetdistill_lab.audit.knowledge import by_features, by_statistics, by_sums, class_shares
 from fleetdistill_lab.audit.linkage import Linkage, Scored, known_shares, linkage
 from fleetdistill_lab.audit.networks import by_discriminator, by_gradients, by_parameters
@@ -53,6 +55,7 @@ _ATTACKS: Mapping[type[Kind], Attack] = {
     SampleKnowledge: by_features,
     SharedStatistics: by_statistics,
     ClassSums: by_sums,
+    HeadGradient: by_gradient_sums,
     Discriminator: by_discriminator,
 }
 """Attacks by the kind of part that they attack. The other kinds contain nothing about single rows to ask for."""
