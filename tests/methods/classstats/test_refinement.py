@@ -16,8 +16,11 @@ from numpy.testing import assert_allclose, assert_array_equal
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array
 from fleetdistill.methods.classstats.refined_head import GradientSum, gradient_sum
-from fleetdistill.methods.classstats.shared_statistics import moments_of
+from fleetdistill.methods.classstats.shared_statistics import from_wire as statistics_from_wire
+from fleetdistill.methods.classstats.shared_statistics import merge, moments_of
+from fleetdistill.methods.classstats.shared_statistics import to_wire as statistics_to_wire
 from fleetdistill_server.methods.classstats.refinement import (
+    GradientChecks,
     Objective,
     Refinement,
     bounded_strength,
@@ -237,3 +240,73 @@ def test_impossible_sums_are_refused_with_a_reason(changes: dict[str, Any], says
     reason = why_refused(GradientSum(GRADIENT, 1.0, 5)._replace(**changes), (3, 3))
     assert reason is not None
     assert re.search(says, reason)
+
+
+# --- what a device's own statistics say of its sums
+
+
+def checks_of(rows: Array, labels: Array, made: Objective, mean: Array) -> GradientChecks:
+    """Of the statistics as a device sends them."""
+    sent = statistics_from_wire(statistics_to_wire(moments_of(rows, labels), 128, 2))
+    return GradientChecks(sent, sent.labels, made.labels, mean)
+
+
+def fleet_with(seed: int, size: float = 1.0, offset: float = 0.0) -> tuple[Objective, Array, Array]:
+    """Two devices' rows, of which those of the second are returned."""
+    generator = np.random.default_rng(seed)
+    labels = np.repeat(np.arange(4), 12)
+    rows = generator.standard_normal((48, 5)) + 2 * generator.standard_normal((4, 5))[labels]
+    rows = (size * rows + offset).astype(np.float32).astype(np.float64)
+    moments = merge([moments_of(rows[::2], labels[::2]), moments_of(rows[1::2], labels[1::2])])
+    made = make_objective(moments, mean_of_rows(moments).astype(np.float16), 0.1, 2.0)
+    return made, rows[1::2], labels[1::2]
+
+
+@given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from([0.01, 1.0, 50.0]), offset=st.sampled_from([0.0, 3.0]))
+def test_honest_sums_are_never_refused(seed: int, size: float, offset: float) -> None:
+    """At the heads of the fleet's own steps, with statistics, heads and gradients rounded as they travel."""
+    made, rows, labels = fleet_with(seed, size, offset)
+    checks, refinement = checks_of(rows, labels, made, made.mean), Refinement(made)
+    whole = rows, labels
+    for _ in range(4):
+        weights = refinement.weights.astype(np.float16)
+        sums = gradient_sum(head(weights, made), *whole, range(4))
+        narrow = sums._replace(gradient=sums.gradient.astype(np.float16).astype(np.float64))
+        reason = checks.why_refused(weights, narrow)
+        assert reason is None or "more than by guessing" in reason  # the head is of both devices' rows
+        refinement.step(weights, narrow)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda sums: sums._replace(rows=sums.rows + 1), "of 25 rows, its statistics of 24"),
+        (lambda sums: sums._replace(gradient=1000 * sums.gradient), "larger than the rows"),
+        (lambda sums: sums._replace(gradient=-5 * sums.gradient), "contradict those at another head|larger than"),
+        (lambda sums: sums._replace(loss=24 * np.log(4) + 0.1), "1.39 nats a row, more than by guessing"),
+    ],
+)
+def test_sums_that_contradict_the_statistics_are_refused(change, says: str) -> None:
+    made, rows, labels = fleet_with(3)
+    checks, refinement = checks_of(rows, labels, made, made.mean), Refinement(made)
+    weights = refinement.weights
+    sums = gradient_sum(head(weights, made), rows, labels, range(4))
+    refinement.step(weights, sums)
+    reasons = [checks.why_refused(weights, change(sums))]
+    later = refinement.weights
+    reasons.append(checks.why_refused(later, change(gradient_sum(head(later, made), rows, labels, range(4)))))
+    assert any(reason and re.search(says, reason) for reason in reasons), reasons
+
+
+def test_the_tangent_at_no_weights_is_that_of_the_statistics() -> None:
+    """By hand: two rows, x = 0 and 2 around the mean 1, classes 0 and 1; loss 2 log 2, gradient +-1 there."""
+    rows, labels = np.array([[0.0], [0.0], [2.0], [2.0]]), np.array([0, 0, 1, 1])
+    moments = moments_of(rows, labels)
+    checks = GradientChecks(moments, (0, 1), (0, 1), np.array([1.0]))
+    weights = np.array([[-1.0, 0.0], [1.0, 0.0]])
+    p = 1 / (1 + np.exp(-2.0))
+    gradient = np.array([[4 * (1 - p), 0.0], [-4 * (1 - p), 0.0]])
+    honest = GradientSum(gradient, -4 * np.log(p), 4)
+    assert checks.why_refused(weights, honest) is None
+    above = honest._replace(gradient=5 * gradient)  # its tangent is 5.3 at no weights, where the loss is 2.8
+    assert checks.why_refused(weights, above) == "loss and gradient contradict those at another head, or its statistics"

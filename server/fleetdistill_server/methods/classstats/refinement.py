@@ -8,6 +8,7 @@ mathematics" of `docs/reference/methods/classstats.md`.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +22,9 @@ from fleetdistill.methods.classstats.shared_statistics import Moments
 _BIAS_PRIOR = 1e-3
 _SMALLEST_DIRECTION = 1e-12  # of the largest; smaller ones are rounding
 _HALVINGS = 40
+_SLACK = 1.1
+_ROUNDING = 2.0**-8
+"""Share of the products in a tangent that float16 may have rounded away, of means and gradients."""
 _MIN_CURVATURE = 1e-10  # of a pair of differences; pairs below would make the inverse Hessian indefinite
 
 
@@ -283,6 +287,56 @@ def why_refused(summed: GradientSum, shape: tuple[int, int]) -> str | None:
         column = int((off - allowed).argmax())
         return f"column {column} of the gradient sums to {wide[:, column].sum():.2g} over the classes, expected 0"
     return None
+
+
+class GradientChecks:
+    """What the sums of one device must satisfy by the class statistics that it has sent.
+
+    Its rows are those of its statistics; no number of a gradient exceeds what their squares allow; and its loss is
+    convex: at every head it lies above its tangents at the others, W = 0 included, where the statistics give both. This
+    holds whatever the rows are. That the first head, the server's own, is worse than guessing on them is possible, but
+    was so of no honest device.
+    """
+
+    def __init__(self, moments: Moments, counted: Collection[int], labels: Sequence[int], mean_d: Array) -> None:
+        """Takes a device's statistics.
+
+        Args:
+            moments: Of the device, as sent.
+            counted: Its classes in the merge.
+            labels: The K classes of the head.
+            mean_d: m, `[D]`.
+        """
+        at = [place for place, label in enumerate(moments.labels) if label in counted]
+        counts, means = moments.counts[at].astype(np.float64), moments.means[at] - mean_d
+        self.rows = int(counts.sum())
+        squares = counts @ np.square(means) + moments.df * np.diag(moments.covariance)
+        self._largest = _SLACK * np.sqrt(self.rows * np.append(squares, self.rows))
+        self._rounded = 2.0**-10 * np.append(counts @ np.abs(moments.means[at]), 0.0)  # of the means, by float16
+        sums = np.zeros((len(labels), len(mean_d) + 1))
+        places = [list(labels).index(moments.labels[place]) for place in at]
+        sums[places] = counts[:, None] * np.column_stack([means, np.ones(len(at))])
+        start = GradientSum(sums.sum(axis=0) / len(labels) - sums, self.rows * math.log(len(labels)), self.rows)
+        self._known: list[tuple[Array, GradientSum]] = [(np.zeros(sums.shape), start)]
+
+    def why_refused(self, weights_kd: Array, summed: GradientSum) -> str | None:
+        """Returns why sums at weights cannot be right, as a sentence's end; None if they can, and are remembered."""
+        if summed.rows != self.rows:
+            return f"the sums are of {summed.rows} rows, its statistics of {self.rows}"
+        if len(self._known) == 1 and summed.loss > self._known[0][1].loss:
+            return f"the loss is {summed.loss / self.rows:.2f} nats a row, more than by guessing"
+        if (np.abs(summed.gradient) > self._largest).any():
+            return "the gradient is larger than the rows of its statistics allow"
+        weights = weights_kd.astype(np.float64)
+        for number, (earlier, known) in enumerate(self._known):
+            away = weights - earlier
+            blurred = 0.0 if number else float((np.abs(away) @ self._rounded).sum())
+            for at, other, step in ((known, summed, away), (summed, known, -away)):
+                allowed = _ROUNDING * float(np.vdot(np.abs(at.gradient), np.abs(step)) + at.loss + other.loss) + blurred
+                if other.loss < at.loss + float(np.vdot(at.gradient, step)) - allowed:
+                    return "loss and gradient contradict those at another head, or its statistics"
+        self._known.append((weights, summed))
+        return None
 
 
 def _with_last(square: Array, last: float) -> Array:

@@ -13,7 +13,9 @@ from fleetdistill.methods.classstats.class_space import pack_space, unpack_space
 from fleetdistill.methods.classstats.config import ClassStatsConfig
 from fleetdistill.methods.classstats.refined_head import GradientSum, from_wire
 from fleetdistill.methods.classstats.shared_statistics import Moments, in_float16
+from fleetdistill.methods.classstats.shared_statistics import from_wire as statistics_from_wire
 from fleetdistill_server.methods.classstats.refinement import (
+    GradientChecks,
     Objective,
     Refinement,
     mean_of_rows,
@@ -91,9 +93,10 @@ class RefiningServer(ClassStatsServer):
         shrinkage = self._shrinkage(moments)
         objective = usual_objective(moments, mean, shrinkage)
         refinement, taking = Refinement(objective), [device for device in asked if self._counted.get(device)]
+        checks = {device: self._checks_of(device, objective) for device in taking}
         for _ in range(self.config.refine_steps):
             evaluated = in_float16(refinement.weights, "the head's weights")
-            sums = await self._gradients(cohort, objective, evaluated, taking)
+            sums = await self._gradients(cohort, objective, evaluated, {device: checks[device] for device in taking})
             if not self._are_enough(sums, objective, cohort):
                 return None
             if list(sums) != taking and refinement.values:
@@ -106,7 +109,7 @@ class RefiningServer(ClassStatsServer):
         return space_of_head(objective, refinement.final(), moments.df, shrinkage)
 
     async def _gradients(
-        self, cohort: Cohort, objective: Objective, evaluated_kd: Array, devices: Sequence[str]
+        self, cohort: Cohort, objective: Objective, evaluated_kd: Array, checks: Mapping[str, GradientChecks | None]
     ) -> dict[str, GradientSum]:
         """Returns each device's sums at the weights, in device-id order; leaves implausible ones out."""
         head = LinearHead(
@@ -120,13 +123,23 @@ class RefiningServer(ClassStatsServer):
         def message(device: str) -> Mapping[str, Any]:
             return {"head": head, "plan": Plan(values={"left_out": list(self._left_out_of(device))})}
 
-        async for answer in self.deliveries.ask(cohort, REFINE, message, to=devices, quorum=0.0):
+        async for answer in self.deliveries.ask(cohort, REFINE, message, to=list(checks), quorum=0.0):
             sent = from_wire(answer.part("gradient", HeadGradient), head)
-            if reason := why_refused(sent, evaluated_kd.shape):
+            check = checks[answer.device]
+            reason = why_refused(sent, evaluated_kd.shape)
+            if reason is None and check is not None:
+                reason = check.why_refused(evaluated_kd, sent)
+            if reason is not None:
                 cohort.event("gradient-left-out", f"{answer.device}: {reason}; its sums are left out", answer.device)
             else:
                 sums[answer.device] = sent
         return sums
+
+    def _checks_of(self, device: str, objective: Objective) -> GradientChecks | None:
+        if self.config.robust == "off":
+            return None
+        moments = statistics_from_wire(self._parts[device][0])
+        return GradientChecks(moments, self._counted[device], objective.labels, objective.mean)
 
     def _are_enough(self, sums: Mapping[str, GradientSum], objective: Objective, notes: Notes) -> bool:
         rows = sum(one.rows for one in sums.values())
