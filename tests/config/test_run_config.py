@@ -126,7 +126,7 @@ UNKNOWN = {
     ),
     "in model": (
         with_setting("model", "teacher", "x"),
-        "[model] teacher: unknown setting; known are extractor, server, device",
+        "[model] teacher: unknown setting; known are extractor, extractor_weights, server, device",
     ),
     "in server": (
         with_setting("server", "port", 1),
@@ -451,3 +451,23 @@ def test_the_server_section_is_not_kept_and_all_else_is() -> None:
         changed = run_config(with_setting(section, key, value)).fixed_part()
         assert changed != fixed
         assert changed[section][key] == value
+
+
+def test_an_extractor_of_a_library_gives_the_features() -> None:
+    values = with_setting("model", "extractor", "torchvision:resnet18")
+    values["run"] = {"name": "digits", "method": "classstats"}
+    assert run_config(values).method_config().features == "model"
+    values["method"] = {"features": "scattering"}
+    assert run_config(values).method_config().features == "scattering"
+    values["run"], values["method"] = {"name": "digits", "method": "feddkc"}, {}
+    assert run_config(values).method == {}
+
+
+def test_only_an_extractor_of_a_library_has_weights(tmp_path: Path) -> None:
+    values = with_setting("model", "extractor_weights", "weights.pt")
+    assert "extractor_weights is for an extractor torchvision:... or timm:..." in refusal(values)
+    values["model"]["extractor"] = "torchvision:resnet18"
+    assert run_config(values).setup()["model"]["extractor_weights"] == "weights.pt"  # no file: a name in the library
+    (tmp_path / "weights.pt").touch()
+    values["model"]["extractor_weights"] = str(tmp_path / "weights.pt")
+    assert run_config(values).setup()["model"]["extractor_weights"] == str(tmp_path / "weights.pt")

@@ -58,7 +58,7 @@ def test_simulate_has_few_options_and_sets_everything() -> None:
     """Every field of `Simulation` and of the fleet can be set on the command line, under its own name."""
     simulate = typer.main.get_group(app).get_command(None, "simulate")  # type: ignore[arg-type]
     assert simulate is not None
-    assert sum(param.param_type_name == "option" for param in simulate.params) <= 25
+    assert sum(param.param_type_name == "option" for param in simulate.params) <= 26
     given = dict.fromkeys(("models", "modules", "predictors"), '["a"]') | dict.fromkeys(("data_dir", "out"), "a")
     of_sections = ("settings", "partition_settings", "behaviour")
     defaults = {field.name: field.default for field in fields(Simulation) if field.name not in of_sections}

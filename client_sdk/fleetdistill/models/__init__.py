@@ -23,7 +23,18 @@ if TYPE_CHECKING:
 
     from fleetdistill.models.dafkd import NoiseGenerator
 
-__all__ = ["GENERATORS", "MODELS", "PREDICTORS", "USUAL_PREDICTOR", "build_generator", "build_model", "path_of"]
+__all__ = [
+    "GENERATORS",
+    "LIBRARIES",
+    "MODELS",
+    "PREDICTORS",
+    "RECOMMENDED",
+    "USUAL_PREDICTOR",
+    "build_generator",
+    "build_model",
+    "is_of_library",
+    "path_of",
+]
 
 MODELS: Mapping[str, str] = MappingProxyType(
     {
@@ -71,6 +82,20 @@ GENERATORS: Mapping[str, str] = MappingProxyType(
 """Factory of each generator, as `module:function` by name."""
 
 
+LIBRARIES: Mapping[str, str] = MappingProxyType(
+    {name: f"fleetdistill.models.pretrained:{name}_network" for name in ("torchvision", "timm")}
+)
+"""Factory of the pretrained extractors of each library, `library:network`, as `module:function`."""
+RECOMMENDED = "DEFAULT"
+"""Option `weights` of a pretrained extractor: the weights that its library recommends, which it downloads."""
+_LINEAR = {"linear": "fleetdistill.models.pretrained:linear_model"}
+
+
+def is_of_library(extractor: str) -> bool:
+    """Returns whether a name in [model] is an extractor of a library, such as `torchvision:resnet18`."""
+    return extractor.partition(":")[0] in LIBRARIES
+
+
 def build_model(name_or_path: str, **options: Any) -> nn.Module:
     """Builds a device model or an extractor.
 
@@ -78,14 +103,21 @@ def build_model(name_or_path: str, **options: Any) -> nn.Module:
     are drawn from torch's global random generator.
 
     Args:
-        name_or_path: A key of `MODELS`, or your own `package.module:factory`.
-        **options: Arguments of the factory; the zoo's have `input_shape` (channels, height, width) and `classes`.
+        name_or_path: A key of `MODELS`, or your own `package.module:factory`. `torchvision:NETWORK` and `timm:NETWORK`
+            are extractors of these libraries, see `fleetdistill.models.pretrained`; `linear:EXTRACTOR` is a device
+            model of an extractor and one linear layer.
+        **options: Arguments of the factory; the zoo's have `input_shape` (channels, height, width) and `classes`, an
+            extractor `input_shape` only, and one of a library `weights`, too.
 
     Raises:
         ConfigurationError: The name is unknown, the path is not a factory of modules, or the factory does not take the
             options.
     """
-    return build(MODELS, "device model", name_or_path, options)
+    kind, _, name = name_or_path.partition(":")
+    factory = {**LIBRARIES, **_LINEAR}.get(kind)
+    if factory is None:
+        return build(MODELS, "device model", name_or_path, options)
+    return build({name_or_path: factory}, "device model", name_or_path, {"name": name, **options})
 
 
 PREDICTORS: Mapping[str, tuple[int, ...]] = MappingProxyType(

@@ -32,6 +32,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "data_dir": ("--data-dir", Path),
     "devices": ("--devices", int),
     "models": ("--model", list[str]),
+    "extractor": ("--extractor", str),
     "alpha": ("--alpha", float),
     "rounds": ("--rounds", int),
     "seed": ("--seed", int),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Collection, Mapping, Set
@@ -20,6 +21,7 @@ from pydantic import (
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import METHODS, config_class
 from fleetdistill.methods.outside import import_modules
+from fleetdistill.models import LIBRARIES, is_of_library
 from fleetdistill.names import NAME
 from fleetdistill_server.config import server_config
 from fleetdistill_server.config.engine_config import EngineSection
@@ -27,7 +29,7 @@ from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.section import Section, Settings, read_toml, sentences
 from fleetdistill_server.config.server_config import ServerSection
 
-__all__ = ["ContractSection", "RunConfig", "check_settings", "load_run_config", "run_config"]
+__all__ = ["ContractSection", "RunConfig", "check_settings", "load_run_config", "run_config", "with_features"]
 
 OPERATORS = (
     "rounds",
@@ -110,8 +112,23 @@ class ModelSection(Section):
     """[model]: models by zoo name or as package.module:factory."""
 
     extractor: str = "digits_extractor"
+    extractor_weights: str = ""
     server: str = "digits_server"
     device: str = ""
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> ModelSection:
+        if self.extractor_weights and not self.has_library_extractor:
+            raise ValueError(
+                f"extractor_weights is for an extractor {' or '.join(f'{name}:...' for name in LIBRARIES)}; a factory "
+                "loads its weights itself"
+            )
+        return self
+
+    @property
+    def has_library_extractor(self) -> bool:
+        """Whether a library of pretrained networks has the extractor."""
+        return is_of_library(self.extractor)
 
 
 class ProxySection(Section):
@@ -160,6 +177,11 @@ class RunConfig(Section):
     engine: EngineSection = EngineSection()
     limits: Limits = Limits()
 
+    @model_validator(mode="after")
+    def _use_extractor(self) -> RunConfig:
+        self.method.update(with_features(self.run.method, self.method, self.model.extractor))
+        return self
+
     def method_config(self) -> Any:
         """Returns the method's configuration, completed for the contract's number of classes.
 
@@ -187,7 +209,26 @@ class RunConfig(Section):
         for section in ("proxy", "evaluation"):
             if whole[section]["data"]:
                 whole[section]["data"] = str(Path(whole[section]["data"]).absolute())
+        if Path(weights := whole["model"]["extractor_weights"]).is_file():
+            whole["model"]["extractor_weights"] = str(Path(weights).absolute())
         return whole
+
+
+def with_features(method: str, settings: Mapping[str, Any], extractor: str) -> dict[str, Any]:
+    """Returns a method's settings with `features = "model"` if the extractor is one of a library.
+
+    A method without this setting, and settings that have it, remain as they are.
+
+    Args:
+        method: Name of the method; an unknown one has no such setting.
+        settings: The settings in [method].
+        extractor: `[model] extractor`.
+    """
+    if is_of_library(extractor):
+        with contextlib.suppress(ConfigurationError):
+            if any(field.name == "features" for field in dataclasses.fields(config_class(method))):
+                return {"features": "model", **settings}
+    return dict(settings)
 
 
 def check_settings(method: str, settings: Mapping[str, Any]) -> Any:

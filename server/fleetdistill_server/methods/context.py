@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.models import build_model
+from fleetdistill.models import RECOMMENDED, build_model
 from fleetdistill.seeds import derive_seed
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.models import SERVER_MODELS, build_server_model
@@ -81,8 +81,10 @@ class MethodContext:
         return self.proxy_payload.sha256 if self.proxy_payload is not None else b""
 
     def extractor(self) -> nn.Module:
-        """Builds the extractor that every device starts from, as set in `[model] extractor`."""
-        build = lambda: build_model(self.models.extractor, input_shape=self.input_shape)  # noqa: E731
+        """Builds the extractor that every device starts from, as set in `[model] extractor`, with its weights."""
+        name, weights = self.models.extractor, self.models.extractor_weights or RECOMMENDED
+        options = {"weights": weights} if self.models.has_library_extractor else {}
+        build = lambda: build_model(name, input_shape=self.input_shape, **options)  # noqa: E731
         return self._seeded("initial extractor", build, "extractor")
 
     def device_model(self) -> nn.Module:

@@ -101,10 +101,10 @@ def _proxy_section(wanted: Simulation, data: Dataset, work: Path) -> dict[str, s
 
 def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path | None = None) -> RunConfig:
     """Builds the run configuration of a simulation; `store` defaults to `work/store`."""
-    extractor, server = ("digits_extractor", "digits_server") if _is_small(data) else ("resnet_extractor", "resnet20")
+    server = "digits_server" if _is_small(data) else "resnet20"
     if _needs(wanted).server_reads_inputs:
         server = largest_model(wanted, data)
-    extractor, server = path_of(wanted.extractor) or extractor, path_of(wanted.server_model) or server
+    extractor, server = path_of(wanted.extractor) or _usual_extractor(data), path_of(wanted.server_model) or server
     return run_config(
         {
             "run": {
@@ -125,7 +125,12 @@ def make_run_config(wanted: Simulation, data: Dataset, work: Path, store: Path |
                 "input_shape": list(data.train_images.shape[1:]),
                 "knowledge_type": wanted.knowledge_type,
             },
-            "model": {"extractor": extractor, "server": server, "device": _device_model(wanted, data)},
+            "model": {
+                "extractor": extractor,
+                "extractor_weights": wanted.extractor_weights,
+                "server": server,
+                "device": _device_model(wanted, data),
+            },
             "method": {name: value for name, value in wanted.settings.items() if name != "roster_key"},  # has its own
             "proxy": _proxy_section(wanted, data, work),
             "evaluation": _evaluation(wanted, work),
@@ -255,7 +260,16 @@ def _slices(file: Path, sizes: Sequence[int]) -> list[str]:
 
 
 def _models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
-    return wanted.model_paths or (DIGITS_MODELS if _is_small(data) else RESNET_MODELS)
+    if wanted.model_paths:
+        return wanted.model_paths
+    if wanted.extractor and wanted.extractor != _usual_extractor(data):
+        return (f"linear:{path_of(wanted.extractor)}",)
+    return DIGITS_MODELS if _is_small(data) else RESNET_MODELS
+
+
+def _usual_extractor(data: Dataset) -> str:
+    """Returns the extractor of the built-in models for the data."""
+    return "digits_extractor" if _is_small(data) else "resnet_extractor"
 
 
 def _device_model(wanted: Simulation, data: Dataset) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fleetdistill.models import path_of
 from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
-from fleetdistill_server.config.run_config import check_settings
+from fleetdistill_server.config.run_config import check_settings, with_features
 
 if TYPE_CHECKING:  # torch: the command line shows its options without it
     import numpy.typing as npt
@@ -57,9 +57,12 @@ class Simulation:
         devices: Number of devices.
         models: Device model, several of which are assigned in turn: a name, or package.module:factory. By default
             five different ones that fit the data set. From Python also a top-level function of (input_shape, classes).
-        extractor: First layers of all device models, for methods that use features: a name,
-            `package.module:factory`, or a top-level function of (input_shape). By default the extractor of the built-in
-            models.
+        extractor: Extractor of all device models, for methods that use features: a name, `package.module:factory`,
+            `torchvision:NETWORK` or `timm:NETWORK`, or a top-level function of (input_shape). By default that of the
+            built-in models. With another one, `models` is by default one linear layer on it; with one of torchvision or
+            timm, the method's setting `features` is by default `model`.
+        extractor_weights: Weights of an extractor of torchvision or timm: the path of a file, or a name in the
+            library's list. By default those that the library recommends, which it downloads.
         server_model: Server model, for methods that train one: a name, `package.module:factory`, or a top-level
             function of (feature_shape, classes), or of (input_shape, classes) if the model reads inputs.
         partition: Partition of the data over devices, a name in `partition.PARTITIONS`.
@@ -143,6 +146,7 @@ class Simulation:
     devices: int = 5
     models: Sequence[str | Factory] = ()
     extractor: str | Factory = ""
+    extractor_weights: str = ""
     server_model: str | Factory = ""
     predictors: tuple[str, ...] = ()
     partition: str = "dirichlet_by_class"
@@ -205,7 +209,7 @@ class Simulation:
         Raises:
             ConfigurationError: The method or a setting is unknown, or a setting is out of range.
         """
-        return check_settings(self.method, self.settings)
+        return check_settings(self.method, with_features(self.method, self.settings, path_of(self.extractor)))
 
     @property
     def devices_to_begin(self) -> int:
