@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.later_version import later_version, schema
 from support.processes import COMMAND
 from support.record_schema import make_store, recorded_config
+from torchvision import models
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
@@ -89,11 +91,51 @@ def test_a_file_that_is_right_is_told_in_a_few_lines(tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
+def test_what_a_pretrained_extractor_does_is_told(tmp_path: Path) -> None:
+    settings = {"model_extractor": "torchvision:shufflenet_v2_x0_5", "model_extractor_weights": weights_file(tmp_path)}
+    path = write(tmp_path, run_method="classstats", run_rounds=1, contract_input_shape=[3, 32, 300], **settings)
+    np.savez(tmp_path / "pictures.npz", inputs=np.full((10, 3, 32, 300), 255, np.float32), labels=np.arange(10))
+    path.write_text(f"{path.read_text()}\n[evaluation]\ndata = '{tmp_path / 'pictures.npz'}'")
+    code, said = check(path)
+    assert code == 0, said
+    text = "1024 features of images [3, 32, 300] in [0, 1], resized to 224x224, normalised; 1."
+    assert said[2].startswith(f"extractor torchvision:shufflenet_v2_x0_5: {text}")
+    assert said[3].startswith("warning: the images are smaller than the 224x224 of the weights")
+    assert said[4].startswith("warning: the images are larger than the 224x224 of the weights")
+    assert said[5] == "warning: [evaluation] data has values in [255, 255], but the extractor needs images in [0, 1]"
+
+
+def weights_file(folder: Path) -> str:
+    torch.save(models.shufflenet_v2_x0_5().state_dict(), folder / "weights.pt")
+    return str(folder / "weights.pt")
+
+
+def test_a_factory_is_told_to_normalise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_factories.py").write_text(FACTORIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {"run_method": "classstats", "run_rounds": 1, "method_features": "model"}
+    code, said = check(write(tmp_path, model_extractor="own_factories:flat", **settings))
+    assert code == 0, said
+    text = "64 features of inputs [1, 8, 8] as they are: the factory must resize and normalise them"
+    assert said[2].startswith(f"extractor own_factories:flat: {text}; ")
+
+
 FACTORIES = """
 from torch import nn
+from torch.nn.functional import interpolate
 
 def fails(**options):
     raise ValueError("no such weights")
+
+def flat(input_shape):
+    return nn.Flatten()
+
+class Smoothed(nn.Module):
+    def forward(self, x):
+        return interpolate(x, (4, 4), mode="bilinear", antialias=True).flatten(1)
+
+def smoothed(input_shape):
+    return Smoothed()
 """
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -104,6 +146,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a model that fails": (
         {"model_extractor": "own_factories:fails"},
         "the models of feddkc cannot be built (ValueError: no such weights); check [model], and [contract] input_shape",
+    ),
+    "an extractor that cannot be exported": (
+        {"run_method": "classstats", "method_features": "model", "model_extractor": "own_factories:smoothed"},
+        "[model] extractor: it must be exported as ONNX, but tracing the model failed: UnsupportedOperatorError: "
+        "Exporting the operator 'aten::_upsample_bilinear2d_aa' to ONNX opset version 18 is not supported; resize with "
+        "antialias=False",
     ),
     "a method that lacks a model": ({"run_method": "fedavg"}, "this method needs one model for all devices; set"),
     "a method that lacks a proxy set": ({"run_method": "cdkt", "model_device": "cdkt_digits"}, "cdkt needs a labelled"),

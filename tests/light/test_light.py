@@ -496,7 +496,7 @@ def test_it_wants_the_extractor_alone(offered: Offered) -> None:
             {"method": "fedavg"},
             "has method 'fedavg'; without PyTorch, only classstats, classstats_private, classstats_secure, .*summed",
         ),
-        ({"extractor_file": b""}, "provides no extractor file.*fleetdistill.onnx"),
+        ({"extractor_file": b""}, "provides no extractor file.*must update it"),
     ],
 )
 def test_a_run_that_it_cannot_take_part_in_is_refused(offered: Offered, changes: dict[str, Any], says: str) -> None:

@@ -24,8 +24,10 @@ from support.open_device import open_device
 from support.processes import COMMAND, PATIENCE_SECONDS
 from torch import Tensor, nn
 
-from fleetdistill import Device
+from fleetdistill import Device, Splits, TorchModel
+from fleetdistill.compute.torch_compute import TorchCompute
 from fleetdistill.errors import ModelError, RefusedError
+from fleetdistill.models.pretrained import ImageInputs
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
@@ -306,3 +308,28 @@ def test_before_the_first_delivery_there_is_only_the_own_network(case: Any, tmp_
         assert device.models.get("personal", device.model) is device.models["own"]
         with pytest.raises(ModelError, match=r"no 'personal' model, only own; .*models.get\('personal'"):
             device.models["personal"]
+
+
+# --- images outside [0, 1]
+
+
+def prepared(input_shape: Sequence[int]) -> nn.Module:
+    return nn.Sequential(ImageInputs(input_shape, 8, [0.5] * 3, [0.25] * 3), nn.AvgPool2d(4))
+
+
+@pytest.mark.parametrize(("scale", "warned"), [(1, False), (255, True)])
+def test_images_outside_the_range_are_warned_about(scale: int, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    config = run_config(
+        {
+            "run": {"name": RUN, "method": "classstats"},
+            "contract": {"classes": CLASSES, "input_shape": [3, 16, 16]},
+            "model": {"extractor": f"{__name__}:prepared"},
+            "method": {"features": "model"},
+            "server": {"torch_device": "cpu"},
+        }
+    )
+    contract, _, _ = make_contract(config, build_method(config))
+    images, labels = np.random.default_rng(0).random((6, 3, 16, 16), np.float32), np.arange(6) % CLASSES
+    model = AppModel(prepared([3, 16, 16]), nn.Linear(12, CLASSES))
+    TorchCompute(contract, model=TorchModel(model), data=Splits((images * scale, labels)))
+    assert ["needs [0, 1]" in record.getMessage() for record in caplog.records] == [True] * warned

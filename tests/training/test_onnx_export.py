@@ -58,6 +58,8 @@ class Sabotaged(nn.Module):
                 raise ValueError("model is broken")
             case "operator":  # no ONNX counterpart
                 return logits + torch.linalg.eigvals(logits.T @ logits).real
+            case "antialias":
+                return logits + nn.functional.interpolate(x, (4, 4), mode="bilinear", antialias=True).sum()
             case "vector":
                 return logits.sum(1)
             case _:
@@ -120,14 +122,17 @@ def test_a_graph_with_a_fixed_batch_size_leaves_no_file(tmp_path):
     [
         ("raises", "running the model in PyTorch failed: ValueError: model is broken"),
         ("operator", "tracing the model failed"),
+        ("antialias", "_upsample_bilinear2d_aa.*; resize with antialias=False"),
         ("vector", r"shape \(5,\) for a batch of 5, expected logits \[5, classes\]"),
         ("tuple", "returns a tuple"),
     ],
 )
-def test_what_torch_or_onnx_raise_is_an_export_error(tmp_path, how, sentence):
-    with pytest.raises(ExportError, match=sentence):
+def test_what_torch_or_onnx_raise_is_an_export_error(tmp_path, how, sentence, capfd):
+    with pytest.raises(ExportError, match=sentence) as raised:
         export_onnx(Sabotaged(how), tmp_path / "model.onnx", digits(), METADATA)
     assert os.listdir(tmp_path) == []
+    assert len(str(raised.value).splitlines()) == 1
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

@@ -297,8 +297,8 @@ def _config_of(contract: contract_pb2.Contract) -> SpaceConfig:
         )
     if not contract.extractor_file:
         raise ConfigurationError(
-            f"run {contract.run!r} provides no extractor file: the server could not export it, or is too old. "
-            f"Install fleetdistill[onnx] on the server, or {_WITH_TORCH}"
+            f"run {contract.run!r} provides no extractor file, because its server is too old. Its operator must update "
+            f"it, or {_WITH_TORCH}"
         )
     config = config_of_contract(contract)
     assert isinstance(config, SpaceConfig)

@@ -6,6 +6,7 @@ It computes in a thread of its own (`in_own_thread`), whose settings of torch ar
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -40,6 +41,7 @@ from fleetdistill.knowledge import CUT, DELIVER, EMBEDDING, RECEIVED, RESULT, Ki
 from fleetdistill.methods import config_of_contract, device_class
 from fleetdistill.methods.base import Ask, DeviceMethod, Local
 from fleetdistill.methods.classstats.space_model import SpaceModel
+from fleetdistill.models.pretrained import images_of
 from fleetdistill.models.torch_model import TorchModel
 from fleetdistill.progress import redirect
 from fleetdistill.replacement import REPLACED, REPLACED_BY_RESULT, SPLIT, Replacement
@@ -70,6 +72,8 @@ __all__ = ["TorchCompute"]
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+_ROWS_CHECKED = 256
 _setting_threads = threading.Lock()
 
 
@@ -206,6 +210,7 @@ class TorchCompute(DeliveringCompute[nn.Module]):
         self.module = module_on(model.module, model.torch_device)
         probe = self._data.inputs[:2] if len(self._data) else self._data.first
         self._taps = check_local_model(self.module, probe.to(model.torch_device), self._classes)
+        _warn_of_range(self._taps.extractor, self._data)
         self._model_name = model.name or type(self.module).__name__
         self._config = config_of_contract(contract)
         local = Local(
@@ -424,6 +429,21 @@ class TorchCompute(DeliveringCompute[nn.Module]):
             opset=settings.opset,
             dynamic_size=settings.dynamic_size,
             graphs=self.graphs,
+        )
+
+
+def _warn_of_range(extractor: nn.Module, data: TensorData | LazyData) -> None:
+    """Logs a warning if a pretrained extractor gets images outside [0, 1], which give other features."""
+    if images_of(extractor) is None or not len(data):
+        return
+    inputs = data.inputs[:_ROWS_CHECKED]
+    low, high = float(inputs.min()), float(inputs.max())
+    if low < 0 or high > 1:
+        logger.warning(
+            "the training images have values in [%g, %g], but the run's pretrained extractor needs [0, 1] and "
+            "normalises itself; scale them",
+            low,
+            high,
         )
 
 

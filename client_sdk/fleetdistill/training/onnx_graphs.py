@@ -17,7 +17,8 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -60,7 +61,7 @@ def trace(
     Raises:
         ExportError: The model cannot be traced.
     """
-    with doing("tracing the model"), warnings.catch_warnings():
+    with _named_causes(), doing("tracing the model"), _silent_exporter(), warnings.catch_warnings():
         # Suppress torch's warnings about its own exporter only; warnings about the model's code must reach the app.
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=rf"torch\.|{re.escape(__name__)}$")
         warnings.filterwarnings("ignore", message="Constant folding - Only steps=1")  # from padding; the rest is folded
@@ -76,6 +77,31 @@ def trace(
             dynamic_axes={"input": dict(free), output: {0: "batch"}},
             **options,
         )
+
+
+@contextmanager
+def _named_causes() -> Iterator[None]:
+    """Says what to change in a model whose resize has a filter, a usual cause of a failed export."""
+    try:
+        yield
+    except ExportError as error:
+        if re.search(r"aten::_upsample_\w+_aa", str(error)):
+            raise ExportError(f"{error}; resize with antialias=False") from error
+        raise
+
+
+@contextmanager
+def _silent_exporter() -> Iterator[None]:
+    """Keeps the exporter from printing the graph, hundreds of lines, when it fails; no setting of torch does."""
+    log = getattr(torch._C, "_jit_onnx_log", None)
+    if log is None:
+        yield
+        return
+    torch._C._jit_onnx_log = lambda *parts: None
+    try:
+        yield
+    finally:
+        torch._C._jit_onnx_log = log
 
 
 class Graphs:

@@ -183,6 +183,7 @@ def summary(config: RunConfig) -> list[str]:
         f"run {run.name!r}: {_progress(config)}",
         *_privacy(config),
         *_secure_sums(config),
+        *built.extractor,
         f"{run.method}, {rounds}, at least {counted(run.min_devices, 'device')} a round",
         ", ".join(f"{what}: {size}" for what, size in sizes.items()),
         _listens(config.server),

@@ -151,6 +151,9 @@ class ServerMethod:
         """Returns the extractor as an ONNX file for devices without PyTorch, or None if there is none.
 
         Must return the same bytes each time; the engine uses it to restore a damaged copy in the store.
+
+        Raises:
+            ConfigurationError: There should be one, but it cannot be exported.
         """
         return None
 

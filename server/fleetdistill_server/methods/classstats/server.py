@@ -145,11 +145,15 @@ class ClassStatsServer(ServerMethod):
         return None if self._given is None else model_parameters(self._given, scope="extractor")
 
     def extractor_file(self) -> NetworkFile | None:
-        """Returns the extractor as ONNX for devices without PyTorch, or None if it cannot be exported."""
+        """Returns the extractor as ONNX for devices without PyTorch.
+
+        Raises:
+            ConfigurationError: It cannot be exported.
+        """
         try:
             data = onnx_bytes(self.fixed.extractor, self.context.input_shape)
-        except ExportError:
-            return None
+        except ExportError as error:
+            raise ConfigurationError(f"[model] extractor: it must be exported as ONNX, but {error}") from error
         return NetworkFile(onnx=np.frombuffer(data, np.uint8))
 
     def known_extractor(self, name: str, received: Parts) -> nn.Module:
