@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.testing import assert_close
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError, ModelError
@@ -234,6 +235,20 @@ class TestScoring:
         assert model.training
         assert not whole.requires_grad
         assert extract(model, data.inputs[:0], 3).shape == (0, 3)
+
+    def test_layers_with_many_outputs_get_smaller_batches(self) -> None:
+        sizes: list[int] = []
+        wide = nn.Linear(4, 2**18)  # 16 bytes in and 1 MiB out: 67,108,864 // 1,048,592 = 63 rows
+        wide.register_forward_pre_hook(lambda layer, given: sizes.append(len(given[0])))
+        model = nn.Sequential(wide, nn.AdaptiveAvgPool1d(1))
+        inputs = torch.rand(100, 4)
+        made = extract(model, inputs, 80)
+        assert sizes == [2, 63, 17, 20]  # the first two are measured
+        assert_close(made, inputs @ wide.weight.mean(0)[:, None] + wide.bias.mean(), rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.filterwarnings("ignore::FutureWarning")
+    def test_a_scripted_module_is_not_measured(self) -> None:
+        assert extract(torch.jit.trace(nn.Linear(4, 2), torch.rand(2, 4)), torch.rand(40, 4)).shape == (40, 2)
 
     def test_extract_finds_the_module_or_asks_for_it(self) -> None:
         model: Any = _linear()  # dropout: train mode would show

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,10 @@ __all__ = [
     "train_steps",
 ]
 
+BATCH_BYTES = 64 << 20
+"""Largest size in bytes of the inputs and outputs of one layer together, in a batch without gradients."""
+_UNMEASURED_ROWS = 16
+_FLOAT_BYTES = 4
 SCORED_ROWS = 256
 """Rows of a batch that is scored: the activations of more leave a processor's caches, which costs a quarter more."""
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -214,10 +219,13 @@ def extract(
 ) -> Tensor:
     """Runs a model over all rows, in order, in eval mode and without gradients.
 
+    A batch has at most `batch_size` rows, and fewer if a layer's inputs and outputs would need more than `BATCH_BYTES`.
+    This is measured on the first two of more than 16 rows.
+
     Args:
         model_fn: A module, a method of a module, or any function together with `model`.
         inputs: `[N, ...]`, on any device; batches are copied to the model's device.
-        batch_size: Rows per batch, at least 1.
+        batch_size: Largest number of rows per batch, at least 1.
         model: The module that `model_fn` uses, set to eval mode during the call. By default derived from `model_fn`.
 
     Returns:
@@ -231,21 +239,43 @@ def extract(
     module = model if model is not None else _module_of(model_fn)
     tensor = next(chain(module.parameters(), module.buffers()), None)
     device = inputs.device if tensor is None else tensor.device
+    count, outputs = len(inputs), None
+    read = min(batch_size, max(BATCH_BYTES // (_FLOAT_BYTES * prod(inputs.shape[1:]) or 1), 1))
     with in_mode(module, training=False), torch.no_grad():
-        first = _batch(model_fn, inputs, 0, batch_size, device).cpu()  # without rows, its shape is that of the outputs
-        outputs = first.new_empty((len(inputs), *first.shape[1:]))  # joining batches would hold all of them twice
-        outputs[: len(first)] = first
-        for at in range(batch_size, len(inputs), batch_size):
-            outputs[at : at + batch_size] = _batch(model_fn, inputs, at, batch_size, device)
-        return outputs
+        size = read
+        for start in range(0, max(count, 1), read):  # without rows, the outputs' shape is that of an empty batch's
+            rows = inputs[start : start + read]
+            if start == 0 and len(rows) > _UNMEASURED_ROWS:
+                size = min(read, max(BATCH_BYTES // _bytes_per_row(model_fn, module, rows[:2].to(device)), 1))
+            for at, part in enumerate(rows.split(size)):
+                check_may_continue()
+                done = start + at * size
+                report_progress("inference", done / max(count, 1))
+                made = model_fn(part.to(device))
+                if outputs is None:  # joining batches would hold all of them twice
+                    outputs = torch.empty((count, *made.shape[1:]), dtype=made.dtype)
+                outputs[done : done + len(part)] = made
+    assert outputs is not None
+    return outputs
 
 
-def _batch(
-    model_fn: Callable[[Tensor], Tensor], inputs: Tensor | LazyInputs, at: int, size: int, device: torch.device
-) -> Tensor:
-    check_may_continue()
-    report_progress("inference", at / max(len(inputs), 1))
-    return model_fn(inputs[at : at + size].to(device))
+def _bytes_per_row(model_fn: Callable[[Tensor], Tensor], module: nn.Module, rows: Tensor) -> int:
+    """Returns the bytes per row that a layer's inputs and outputs need at most; 1 for a scripted module."""
+    largest = 1
+
+    def note(layer: nn.Module, given: tuple[object, ...], made: object) -> None:
+        nonlocal largest
+        tensors = [item for item in (*given, made) if isinstance(item, Tensor)]
+        largest = max(largest, sum(item.numel() * item.element_size() for item in tensors) // len(rows))
+
+    layers = [layer for layer in module.modules() if not isinstance(layer, torch.jit.ScriptModule)]
+    handles = [layer.register_forward_hook(note) for layer in layers]
+    try:
+        model_fn(rows)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return largest
 
 
 def _module_of(model_fn: Callable[[Tensor], Tensor]) -> nn.Module:
