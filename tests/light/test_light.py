@@ -408,6 +408,28 @@ def test_each_kind_of_device_fetches_what_it_works_with(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("has_the_weights", [True, False])
+def test_weights_that_the_app_has_are_not_downloaded(tmp_path: Path, has_the_weights: bool) -> None:
+    config, store = config_of({"features": "model"}), Store.in_memory()
+    method = build_method(config)
+    contract, initial, _ = make_contract(config, method)
+    assert initial is not None
+    store.runs.begin(RUN, config.fixed_part())
+    store.blobs.put(initial)
+    store.runs.publish_contract(RUN, contract.SerializeToString())
+    model, link = build_model("digits_cnn_small"), CountingLink(DeviceApi(store))
+    expected = method.context.extractor().state_dict()
+    if has_the_weights:
+        check_local_model(model).extractor.load_state_dict(expected)
+    with open_device(server=link, model=model, data=digits(0), state_dir=tmp_path, device_id="d") as device:
+        compute_of(device)
+    assert link.wanted == ([] if has_the_weights else [contract.initial_weights])
+    saved = unpack_state((tmp_path / "state.safetensors").read_bytes())["model"]
+    first = next(iter(expected))
+    assert torch.equal(next(value for key, value in saved.items() if key.endswith(first)), expected[first])
+    store.close()
+
+
 def test_the_first_answer_is_taken_and_a_worse_one_is_not(space: ClassSpace) -> None:
     worker = Offered(own_statistics_guard=False).worker(validation_data=digits(2))
     first = learned(worker, space)

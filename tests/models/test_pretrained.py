@@ -83,6 +83,8 @@ def test_a_linear_model_is_a_local_model_on_the_extractor(tmp_path):
     model = build_model("linear:torchvision:shufflenet_v2_x0_5", input_shape=COLOUR, classes=7)
     given = build_model("torchvision:shufflenet_v2_x0_5", input_shape=COLOUR, weights=file)
     assert fingerprint(check_local_model(model, torch.rand(2, *COLOUR), 7).extractor) == fingerprint(given)
+    weighted = build_model("linear:torchvision:shufflenet_v2_x0_5", input_shape=COLOUR, classes=7, weights=file)
+    assert_close(check_local_model(weighted).extractor.state_dict(), given.state_dict())
     own = build_model("linear:digits_extractor", input_shape=(1, 8, 8), classes=3)
     assert own(torch.rand(2, 1, 8, 8)).shape == (2, 3)
 

@@ -163,6 +163,10 @@ class Compute(ABC):
     def take_payload(self, sha256: bytes, parts: Mapping[str, Kind]) -> None:  # noqa: B027  (may be left out)
         """Loads a wanted payload, already verified against its digest; called before any state is loaded."""
 
+    def has_initial(self) -> bool:
+        """Returns whether the model has the run's initial weights to the bit, so that they need not be downloaded."""
+        return False
+
     def load_initial(self, parts: Mapping[str, Kind]) -> None:  # noqa: B027  (may be left out)
         """Loads the initial weights of the run, if they are wanted and there is no saved state."""
 

@@ -49,7 +49,7 @@ from fleetdistill.state.sample_ids import SampleIds
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.alone import is_alone
 from fleetdistill.training.figures import Counts, allowed, place_of
-from fleetdistill.training.local_training import TrainingReport, evaluate
+from fleetdistill.training.local_training import TrainingReport, evaluate, rows_at_once
 from fleetdistill.training.model import (
     SplitModel,
     check_local_model,
@@ -62,10 +62,11 @@ from fleetdistill.training.model import (
 from fleetdistill.training.onnx_export import export_onnx
 from fleetdistill.training.onnx_file import OnnxReport
 from fleetdistill.training.onnx_graphs import Graphs
-from fleetdistill.training.parameters import state_tensors, take_weights
+from fleetdistill.training.parameters import model_parameters, state_tensors, take_weights
 from fleetdistill.training.proxy_set import proxy_data, proxy_of
 from fleetdistill.training.randomness import own_randomness
 from fleetdistill.training.tensor_data import LazyData, TensorData, tensor_data_of
+from fleetdistill.wire.codec import encode
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
 __all__ = ["TorchCompute"]
@@ -261,6 +262,12 @@ class TorchCompute(DeliveringCompute[nn.Module]):
 
     # --- state
 
+    def has_initial(self) -> bool:
+        """Returns whether the app's model has the run's initial weights, such as a pretrained extractor from a file."""
+        only_extractor = self.contract.requirements.same_extractor
+        target, scope = (self._taps.extractor, "extractor") if only_extractor else (self.module, "model")
+        return encode({"initial": model_parameters(target, scope)}).sha256 == self.contract.initial_weights
+
     def load_initial(self, parts: Mapping[str, Kind]) -> None:
         """Loads the initial weights of the run into the model that trains; the app's model keeps its own.
 
@@ -420,11 +427,13 @@ class TorchCompute(DeliveringCompute[nn.Module]):
 
     def _export(self, model: nn.Module, path: Path, metadata: Mapping[str, str]) -> OnnxReport:
         settings = self._deployment
-        samples = torch.from_numpy(self._first_inputs)
+        model, samples = model.eval(), torch.from_numpy(self._first_inputs)
+        with torch.no_grad():
+            rows = rows_at_once(model, model, samples[:2].to(place_of_inputs(model)[0]))
         return export_onnx(
-            model.eval(),
+            model,
             path,
-            samples,
+            samples[: max(rows, 2)],
             metadata,
             opset=settings.opset,
             dynamic_size=settings.dynamic_size,

@@ -29,7 +29,7 @@ from fleetdistill.state.durable import make_directory, rename_durably, sync_dire
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import json_object, sealed_json
 
-__all__ = ["Version", "Versions"]
+__all__ = ["Version", "Versions", "link_file"]
 
 MODEL = "delivered.safetensors"
 """File with the app's model in a state directory."""
@@ -187,7 +187,7 @@ class Versions:
             make_directory(folder)
             present = tuple(name for name in version.files if (self._directory / name).exists())
             for name in (MODEL, *present):
-                _link(self._directory / name, folder / name)
+                link_file(self._directory / name, folder / name)
             sync_directory(folder)
             digest = hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()
         Files(folder).save(_NOTE, _pack(replace(version, files=present, sha256=digest)))
@@ -245,7 +245,7 @@ class Versions:
         folder = self._folder(version.number)
         with disk_errors(self._directory):
             make_directory(folder)
-            _link(model, folder / MODEL)
+            link_file(model, folder / MODEL)
             sync_directory(folder)
         Files(folder).save(_NOTE, _pack(version))
         self._prune()
@@ -324,7 +324,7 @@ def version_of(data: bytes | None) -> Version | None:
     return None
 
 
-def _link(source: Path, target: Path) -> None:
+def link_file(source: Path, target: Path) -> None:
     """Creates a second name for a file, or a copy where hard links are not supported."""
     try:
         os.link(source, target)
@@ -338,6 +338,6 @@ def _restore(source: Path, target: Path) -> None:
     """Replaces a file by a kept one."""
     temporary = target.with_name(f"{target.name}.new")
     temporary.unlink(missing_ok=True)
-    _link(source, temporary)
+    link_file(source, temporary)
     rename_durably(temporary, target)
     temporary.unlink(missing_ok=True)  # a rename to another name of the same file does nothing

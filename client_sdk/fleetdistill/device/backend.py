@@ -231,7 +231,8 @@ class Backend:
         if saved is not None:
             self._restore_saved(compute, saved)
             return
-        if contract.initial_weights and contract.initial_weights in compute.wanted_payloads():
+        wants_initial = contract.initial_weights and contract.initial_weights in compute.wanted_payloads()
+        if wants_initial and not compute.has_initial():
             compute.load_initial(decode(self.download(contract.initial_weights, contract)))
         # Saved before the first answer: if the answer is dropped, the device returns to this state.
         failpoints.hit("device.first-state.before-save")

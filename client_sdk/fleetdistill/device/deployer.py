@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fleetdistill.control_flow import CONTROL_FLOW
 from fleetdistill.deployment.settings import Deployment
-from fleetdistill.deployment.versions import Version, Versions
+from fleetdistill.deployment.versions import Version, Versions, link_file
 from fleetdistill.device.app_models import Predictions
 from fleetdistill.device.backend import Backend
 from fleetdistill.device.parts import DeviceParts
@@ -211,7 +211,8 @@ class Deployer:
         same = [path for path in variants if path.read_bytes() == in_use]
         differences = [self._complete(path, compute, version) for path in variants or [model]]
         if same:
-            shutil.copyfile(same[0], model)
+            model.unlink()
+            link_file(same[0], model)
         elif variants:
             differences.append(self._complete(model, compute, version))
         return (*(path.name for path in variants), MODEL_FILE), max(differences)

@@ -200,19 +200,21 @@ def timm_network(name: str, input_shape: Sequence[int], weights: str = "") -> Pr
     return PretrainedExtractor(images, network)
 
 
-def linear_model(name: str, input_shape: Sequence[int], classes: int) -> LinearModel:
-    """Builds a local model of an extractor with random weights and one linear layer.
+def linear_model(name: str, input_shape: Sequence[int], classes: int, weights: str = "") -> LinearModel:
+    """Builds a local model of an extractor and one linear layer.
 
     Args:
         name: The extractor, as for `fleetdistill.models.build_model`.
         input_shape: Shape of one input.
         classes: Number of classes, at least 2.
+        weights: Weights of an extractor of a library, see `torchvision_network`; empty for random ones.
 
     Raises:
         ConfigurationError: The extractor cannot be built.
         ModelError: The extractor does not take inputs of this shape.
     """
-    extractor = build_model(name, input_shape=input_shape)
+    options = {"weights": weights} if weights else {}
+    extractor = build_model(name, input_shape=input_shape, **options)
     return LinearModel(extractor, prod(output_shape(extractor, input_shape)), classes)
 
 

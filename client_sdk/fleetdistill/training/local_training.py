@@ -35,6 +35,7 @@ __all__ = [
     "extract",
     "finite_loss",
     "make_optimizer",
+    "rows_at_once",
     "smallest_batch",
     "train_epochs",
     "train_steps",
@@ -246,7 +247,7 @@ def extract(
         for start in range(0, max(count, 1), read):  # without rows, the outputs' shape is that of an empty batch's
             rows = inputs[start : start + read]
             if start == 0 and len(rows) > _UNMEASURED_ROWS:
-                size = min(read, max(BATCH_BYTES // _bytes_per_row(model_fn, module, rows[:2].to(device)), 1))
+                size = min(read, rows_at_once(model_fn, module, rows[:2].to(device)))
             for at, part in enumerate(rows.split(size)):
                 check_may_continue()
                 done = start + at * size
@@ -259,8 +260,16 @@ def extract(
     return outputs
 
 
-def _bytes_per_row(model_fn: Callable[[Tensor], Tensor], module: nn.Module, rows: Tensor) -> int:
-    """Returns the bytes per row that a layer's inputs and outputs need at most; 1 for a scripted module."""
+def rows_at_once(model_fn: Callable[[Tensor], Tensor], module: nn.Module, rows: Tensor) -> int:
+    """Returns how many rows a batch without gradients may have, at least 1: see `BATCH_BYTES`.
+
+    A scripted module is not measured and has no limit.
+
+    Args:
+        model_fn: Function that uses the module.
+        module: The module, in eval mode.
+        rows: One or two inputs on the module's device, on which a layer's inputs and outputs are measured.
+    """
     largest = 1
 
     def note(layer: nn.Module, given: tuple[object, ...], made: object) -> None:
@@ -275,7 +284,7 @@ def _bytes_per_row(model_fn: Callable[[Tensor], Tensor], module: nn.Module, rows
     finally:
         for handle in handles:
             handle.remove()
-    return largest
+    return max(BATCH_BYTES // largest, 1)
 
 
 def _module_of(model_fn: Callable[[Tensor], Tensor]) -> nn.Module:
