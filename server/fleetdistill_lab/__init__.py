@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fleetdistill_lab.experiments.runner import run_experiment
     from fleetdistill_lab.simulation.data.datasets import Dataset, load_dataset
     from fleetdistill_lab.simulation.data.own import own_dataset, read_dataset
-    from fleetdistill_lab.simulation.fleet import Interrupted, simulate
+    from fleetdistill_lab.simulation.fleet import Interrupted, precompute, simulate
     from fleetdistill_lab.simulation.progress import Progress
     from fleetdistill_lab.simulation.report.report import write_report
     from fleetdistill_lab.simulation.report.results import DeviceReport, FleetReport
@@ -42,6 +42,7 @@ __all__ = [
     "exchange_lines",
     "load_dataset",
     "own_dataset",
+    "precompute",
     "read_dataset",
     "read_experiment",
     "read_traces",
@@ -67,6 +68,7 @@ _WHERE = {
     "exchange_lines": "fleetdistill_lab.simulation.show",
     "load_dataset": "fleetdistill_lab.simulation.data.datasets",
     "own_dataset": "fleetdistill_lab.simulation.data.own",
+    "precompute": "fleetdistill_lab.simulation.fleet",
     "read_dataset": "fleetdistill_lab.simulation.data.own",
     "read_experiment": "fleetdistill_lab.experiments.definition",
     "read_traces": "fleetdistill_lab.simulation.timing.traces",

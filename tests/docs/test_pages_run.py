@@ -21,6 +21,7 @@ import pytest
 from support.forked import ForkedProgram
 from support.outside import fresh_process
 from support.processes import COMMAND, PATIENCE_SECONDS, wait_until
+from torchvision import models
 from typer.testing import CliRunner
 
 from fleetdistill_lab.experiments.definition import find_experiment, read_experiment
@@ -196,7 +197,14 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
 
 SIMULATES = [
     f"docs/how-to/{name}.md"
-    for name in ("audit-a-run", "choose-a-method", "keep-rows-private", "read-a-report", "sum-securely")
+    for name in (
+        "audit-a-run",
+        "choose-a-method",
+        "keep-rows-private",
+        "read-a-report",
+        "sum-securely",
+        "use-a-pretrained-network",
+    )
 ]
 """Pages that simulate for long; docs/tutorials/first-fleet.md does so in little time."""
 DRAWS = "docs/how-to/run-experiments.md"
@@ -213,7 +221,9 @@ def marks(page: str) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", [pytest.param(page, marks=marks(page)) for page in PAGES])
-def test_a_page_runs_as_it_stands(page: str, reader: Reader) -> None:
+def test_a_page_runs_as_it_stands(page: str, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = models.get_model
+    monkeypatch.setattr(models, "get_model", lambda name, weights=None: build(name))  # downloads nothing
     if page in NEEDS:
         reader.follow(blocks(*NEEDS[page]))
         reader.close()

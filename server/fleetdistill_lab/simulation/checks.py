@@ -218,7 +218,7 @@ def _check_devices(wanted: Simulation) -> None:
 def _check_shape(wanted: Simulation, data: Dataset) -> None:
     """Raises ConfigurationError if only built-in models are configured and they cannot read the data."""
     shape = list(data.train_images.shape[1:])
-    if len(shape) != 3 and not wanted.models:
+    if len(shape) != 3 and not wanted.models and not wanted.extractor:
         raise ConfigurationError(
             f"samples of {data.name} have shape {shape}, but the built-in models read images [channels, height, "
             "width]; give your own device models (--model), and extractor and server_model if the method needs them"

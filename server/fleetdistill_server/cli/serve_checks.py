@@ -184,6 +184,7 @@ def summary(config: RunConfig) -> list[str]:
         *_privacy(config),
         *_secure_sums(config),
         *built.extractor,
+        *_range_warnings(config),
         f"{run.method}, {rounds}, at least {counted(run.min_devices, 'device')} a round",
         ", ".join(f"{what}: {size}" for what, size in sizes.items()),
         _listens(config.server),
@@ -227,6 +228,12 @@ def _evaluation(config: RunConfig) -> int:
     from fleetdistill_server.engine.preflight import evaluation_samples
 
     return evaluation_samples(config)
+
+
+def _range_warnings(config: RunConfig) -> list[str]:
+    from fleetdistill_server.engine.preflight import range_warnings
+
+    return range_warnings(config)
 
 
 def check_ports(server: ServerSection) -> None:

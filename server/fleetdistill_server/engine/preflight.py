@@ -93,12 +93,16 @@ def _describe_extractor(config: RunConfig, method: ServerMethod, file_bytes: int
             f"warning: the images are larger than the {size} of the weights; they are reduced without an antialias "
             "filter"
         )
-    return (*lines, *_range_warnings(config))
+    return tuple(lines)
 
 
-def _range_warnings(config: RunConfig) -> list[str]:
-    """Returns a warning if evaluation images are outside [0, 1], as the devices' then probably are too."""
-    if not config.evaluation.data:
+def range_warnings(config: RunConfig) -> list[str]:
+    """Returns a warning if evaluation images for a pretrained extractor are outside [0, 1], as the devices' may be too.
+
+    Raises:
+        ConfigurationError: The evaluation data cannot be read.
+    """
+    if not config.evaluation.data or not config.model.has_library_extractor:
         return []
     inputs = load_evaluation(config.evaluation.data, len(config.contract.class_names())).inputs
     low, high = float(inputs.min()), float(inputs.max())
