@@ -65,6 +65,31 @@ def test_every_prediction_is_that_of_exactly_one_delivered_model(tmp_path: Path)
     assert set(matches) == {1}
 
 
+class Wide(nn.Module):
+    """A model whose first layer has 1 MiB of outputs per row; its batches are global: modules are copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 2**18), nn.AdaptiveAvgPool1d(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide_batches.append(len(x))
+        return self.layers(x)
+
+
+wide_batches: list[int] = []
+
+
+def test_a_large_batch_is_predicted_in_parts() -> None:
+    module, inputs = Wide(), np.random.default_rng(2).random((100, 4), np.float32)
+    wide_batches.clear()
+    result = FrozenModel(module, (4,))(inputs)
+    assert wide_batches == [2, 63, 37]  # 64 MiB are 63 rows of 1 MiB and 16 bytes; the first two are measured
+    with torch.no_grad():
+        expected = module(torch.from_numpy(inputs[-5:])).numpy()
+    np.testing.assert_allclose(result[-5:], expected, rtol=1e-4, atol=1e-5)
+
+
 gate = {"entered": threading.Event(), "open": threading.Event()}
 
 

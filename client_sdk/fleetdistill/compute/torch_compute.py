@@ -15,11 +15,11 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fleetdistill.compute.base import FAULTS, Computed, faults_decline
 from fleetdistill.compute.delivery import DeliveringCompute
@@ -49,7 +49,7 @@ from fleetdistill.state.sample_ids import SampleIds
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.alone import is_alone
 from fleetdistill.training.figures import Counts, allowed, place_of
-from fleetdistill.training.local_training import TrainingReport, evaluate, rows_at_once
+from fleetdistill.training.local_training import UNMEASURED_ROWS, TrainingReport, evaluate, rows_at_once
 from fleetdistill.training.model import (
     SplitModel,
     check_local_model,
@@ -166,13 +166,19 @@ class FrozenModel:
         given = torch.as_tensor(inputs)
         with torch.no_grad():
             try:
-                logits = self._model(given.to(self._device, self._dtype))
+                logits = self._in_parts(given.to(self._device, self._dtype))
             except FAULTS as error:
                 shape = list(given.shape)
                 reason = str(error).strip().split("\n")[0]
                 raise ModelError(f"the model cannot process a batch of shape {shape}: {reason}") from error
         made = logits.to(given.device, torch.float32)
         return made if isinstance(inputs, torch.Tensor) else made.numpy()
+
+    def _in_parts(self, inputs: Tensor) -> Tensor:
+        if len(inputs) <= UNMEASURED_ROWS:
+            return cast(Tensor, self._model(inputs))
+        parts = inputs.split(rows_at_once(self._model, self._model, inputs[:2]))
+        return torch.cat([self._model(part) for part in parts])
 
 
 class TorchCompute(DeliveringCompute[nn.Module]):

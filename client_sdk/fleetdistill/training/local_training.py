@@ -6,6 +6,7 @@ Rows are sliced from tensors by index, because a DataLoader over tensors is seve
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -43,7 +44,8 @@ __all__ = [
 
 BATCH_BYTES = 64 << 20
 """Largest size in bytes of the inputs and outputs of one layer together, in a batch without gradients."""
-_UNMEASURED_ROWS = 16
+UNMEASURED_ROWS = 16
+"""Largest number of rows whose needs are not measured."""
 _FLOAT_BYTES = 4
 SCORED_ROWS = 256
 """Rows of a batch that is scored: the activations of more leave a processor's caches, which costs a quarter more."""
@@ -246,7 +248,7 @@ def extract(
         size = read
         for start in range(0, max(count, 1), read):  # without rows, the outputs' shape is that of an empty batch's
             rows = inputs[start : start + read]
-            if start == 0 and len(rows) > _UNMEASURED_ROWS:
+            if start == 0 and len(rows) > UNMEASURED_ROWS:
                 size = min(read, rows_at_once(model_fn, module, rows[:2].to(device)))
             for at, part in enumerate(rows.split(size)):
                 check_may_continue()
@@ -270,10 +272,12 @@ def rows_at_once(model_fn: Callable[[Tensor], Tensor], module: nn.Module, rows: 
         module: The module, in eval mode.
         rows: One or two inputs on the module's device, on which a layer's inputs and outputs are measured.
     """
-    largest = 1
+    largest, thread = 1, threading.get_ident()
 
     def note(layer: nn.Module, given: tuple[object, ...], made: object) -> None:
         nonlocal largest
+        if threading.get_ident() != thread:  # another one uses the module with other rows
+            return
         tensors = [item for item in (*given, made) if isinstance(item, Tensor)]
         largest = max(largest, sum(item.numel() * item.element_size() for item in tensors) // len(rows))
 
