@@ -221,7 +221,8 @@ def _check_shape(wanted: Simulation, data: Dataset) -> None:
     if len(shape) != 3 and not wanted.models and not wanted.extractor:
         raise ConfigurationError(
             f"samples of {data.name} have shape {shape}, but the built-in models read images [channels, height, "
-            "width]; give your own device models (--model), and extractor and server_model if the method needs them"
+            "width]; give your own device models (--model) or extractor (--extractor), and server_model if the method "
+            "needs it"
         )
 
 

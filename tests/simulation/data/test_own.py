@@ -156,7 +156,8 @@ def test_unusable_simulation_settings_are_refused_before_begin(tmp_path: Path) -
     out = tmp_path / "out"
     wrong = {
         r"samples of own-data have shape \[6\], but the built-in models read images .*; give your own device": {
-            "models": ()
+            "models": (),
+            "extractor": "",
         },
         r"\[model\] extractor: shape \(6,\) must be channels, height, width": {"extractor": ""},
         r"\[model\] server: .*'own_model' has no function 'absent'": {"server_model": "own_model:absent"},
