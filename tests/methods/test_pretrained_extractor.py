@@ -25,10 +25,12 @@ from support.processes import COMMAND, PATIENCE_SECONDS
 from torch import Tensor, nn
 
 from fleetdistill import Device, Splits, TorchModel
+from fleetdistill.compute.onnx_extractor import extractor_of
 from fleetdistill.compute.torch_compute import TorchCompute
 from fleetdistill.errors import ModelError, RefusedError
 from fleetdistill.models.pretrained import ImageInputs
 from fleetdistill.state.state_file import unpack_state
+from fleetdistill.wire.codec import decode
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.contract import build_method, make_contract
 from fleetdistill_server.engine.engine import Engine
@@ -328,8 +330,14 @@ def test_images_outside_the_range_are_warned_about(scale: int, warned: bool, cap
             "server": {"torch_device": "cpu"},
         }
     )
-    contract, _, _ = make_contract(config, build_method(config))
+    contract, _, file = make_contract(config, build_method(config))
     images, labels = np.random.default_rng(0).random((6, 3, 16, 16), np.float32), np.arange(6) % CLASSES
     model = AppModel(prepared([3, 16, 16]), nn.Linear(12, CLASSES))
     TorchCompute(contract, model=TorchModel(model), data=Splits((images * scale, labels)))
+    assert ["needs [0, 1]" in record.getMessage() for record in caplog.records] == [True] * warned
+    caplog.clear()
+    assert file is not None
+    light = extractor_of(decode(file), contract.input_shape, 1)
+    for _ in range(2):  # it warns once
+        light.of(images * scale)
     assert ["needs [0, 1]" in record.getMessage() for record in caplog.records] == [True] * warned

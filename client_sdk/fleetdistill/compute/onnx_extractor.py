@@ -6,6 +6,7 @@ weights are allowed.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -19,7 +20,9 @@ from fleetdistill.knowledge import Array, NetworkFile, Parts
 from fleetdistill.methods.classstats.projection import projection
 from fleetdistill.progress import report_progress
 from fleetdistill.training.foreign_onnx import first_line, foreign_session
+from fleetdistill.training.onnx_file import INPUT_RANGE, UNIT_RANGE
 
+logger = logging.getLogger(__name__)
 PART = "extractor"
 """Name of the payload's part with the extractor file."""
 _INPUT = "input"
@@ -55,6 +58,8 @@ class OnnxExtractor:
         self._session = _load(data, min(max(threads, 1), os.cpu_count() or 1))
         self.features = prod(self._run(np.zeros((2, *self._input_shape), np.float32)).shape[1:])
         self._signs: Array | None = None
+        metadata = self._session.get_modelmeta().custom_metadata_map
+        self._warns_of_range = metadata.get(INPUT_RANGE) == UNIT_RANGE  # until it has
 
     def of(self, inputs: Array) -> Array:
         """Returns features `[n, F]` float32 for inputs `[n, *input_shape]`.
@@ -75,11 +80,23 @@ class OnnxExtractor:
         for start in range(0, len(inputs), _BATCH):
             check_may_continue()
             report_progress("inference", start / len(inputs))
+            self._check_range(inputs[start : start + _BATCH])
             part = self._run(inputs[start : start + _BATCH]).reshape(-1, self.features)
             if not np.isfinite(part).all():
                 row = start + int(np.argwhere(~np.isfinite(part))[0][0])
                 raise WireError(f"the run's extractor file gives features of row {row} that are not finite; {_ADVICE}")
             yield part
+
+    def _check_range(self, inputs: Array) -> None:
+        """Logs a warning about the first images outside [0, 1], if the extractor is pretrained and needs this range."""
+        if self._warns_of_range and (inputs.min() < 0 or inputs.max() > 1):
+            self._warns_of_range = False
+            logger.warning(
+                "images have values in [%g, %g], but the run's pretrained extractor needs [0, 1] and normalises "
+                "itself; scale them",
+                inputs.min(),
+                inputs.max(),
+            )
 
     def _run(self, inputs: Array) -> Array:
         try:

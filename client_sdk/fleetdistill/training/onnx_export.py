@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ _PYTORCH = Reference(
     "look for Python code in forward() that depends on data, for randomness in eval mode, or for logits that are not "
     "finite",
 )
+NO_METADATA: Mapping[str, str] = MappingProxyType({})
 _exporting = threading.Lock()  # torch's exporter and Python's warning filters are global state
 
 
@@ -99,7 +101,7 @@ def export_onnx(
     return OnnxReport(path=path, max_difference=difference, samples=len(samples), bytes=size)
 
 
-def onnx_bytes(module: nn.Module, input_shape: Sequence[int]) -> bytes:
+def onnx_bytes(module: nn.Module, input_shape: Sequence[int], metadata: Mapping[str, str] = NO_METADATA) -> bytes:
     """Returns an extractor as ONNX for devices without PyTorch: `input` float32 `[batch, *input_shape]` to `features`.
 
     The outputs are compared with the module's on noise in [0, 1).
@@ -107,6 +109,7 @@ def onnx_bytes(module: nn.Module, input_shape: Sequence[int]) -> bytes:
     Args:
         module: The extractor; in eval mode its output must depend on the input only.
         input_shape: Shape of one sample.
+        metadata: Written as `metadata_props`.
 
     Raises:
         ExportError: The export fails, or the outputs differ from the module's.
@@ -119,7 +122,7 @@ def onnx_bytes(module: nn.Module, input_shape: Sequence[int]) -> bytes:
         with doing("running the extractor in PyTorch"):
             expected = [twin(batch) for batch in batches]
         trace(twin, batches[-1], path, "features")
-        finish(path, {})
+        finish(path, metadata)
         compare(path, _arrays(batches), _arrays(expected), _FEATURES_TOLERANCE, _PYTORCH, "features")
         return path.read_bytes()
 

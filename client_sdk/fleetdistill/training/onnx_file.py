@@ -22,6 +22,11 @@ if TYPE_CHECKING:  # Predictor uses this module, and loads neither gRPC nor prot
 __all__ = ["OnnxReport", "cpu_session"]
 
 
+INPUT_RANGE = "input_range"
+"""Metadata of an extractor that needs inputs in a range; the only value is `UNIT_RANGE`."""
+UNIT_RANGE = "[0, 1]"
+
+
 @dataclass(frozen=True, slots=True)
 class OnnxReport:
     """Result of an export.

@@ -33,9 +33,11 @@ from fleetdistill.methods.classstats.exchange import SpacePlan, check_images
 from fleetdistill.methods.classstats.fixed_features import fixed_features, projected, usual_extractor
 from fleetdistill.methods.classstats.shared_statistics import Moments, max_directions
 from fleetdistill.methods.classstats.space_model import SpaceModel
+from fleetdistill.models.pretrained import images_of
 from fleetdistill.seeds import derive_seed
 from fleetdistill.training.model import output_shape
 from fleetdistill.training.onnx_export import onnx_bytes
+from fleetdistill.training.onnx_file import INPUT_RANGE, UNIT_RANGE
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.kind import PartSchema
@@ -151,7 +153,8 @@ class ClassStatsServer(ServerMethod):
             ConfigurationError: It cannot be exported.
         """
         try:
-            data = onnx_bytes(self.fixed.extractor, self.context.input_shape)
+            needs = {} if images_of(self.fixed.extractor) is None else {INPUT_RANGE: UNIT_RANGE}
+            data = onnx_bytes(self.fixed.extractor, self.context.input_shape, needs)
         except ExportError as error:
             raise ConfigurationError(f"[model] extractor: it must be exported as ONNX, but {error}") from error
         return NetworkFile(onnx=np.frombuffer(data, np.uint8))
