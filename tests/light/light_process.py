@@ -23,7 +23,7 @@ block(*TORCH, "sklearn", "scipy")
 
 import numpy as np  # noqa: E402
 
-from fleetdistill import Event, Splits  # noqa: E402
+from fleetdistill import COLUMNS, Event, Splits  # noqa: E402
 from fleetdistill.compute.light_compute import LightCompute, light_worker  # noqa: E402
 from fleetdistill.knowledge import ClassSpace, NetworkFile, SharedStatistics  # noqa: E402
 from fleetdistill.wire.v1 import contract_pb2, service_pb2  # noqa: E402
@@ -98,6 +98,7 @@ def served(folder: Path, server: str) -> None:
             file.write(json.dumps([event.kind, event.round, event.text]) + "\n")
 
     with open_device(
+        allow=COLUMNS,
         server=server,
         worker=light_worker(Splits(data, test_data=data)),
         state_dir=folder / "state",

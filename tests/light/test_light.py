@@ -34,11 +34,22 @@ from fleetdistill.compute.light_compute import LightCompute, light_worker
 from fleetdistill.compute.light_models import unpack_variants
 from fleetdistill.data import Splits
 from fleetdistill.errors import ConfigurationError, DataError, ExportError, FleetDistillError, ModelError, WireError
-from fleetdistill.knowledge import GENERAL, PERSONAL, Array, ClassSpace, Metrics, NetworkFile, Plan, SharedStatistics
+from fleetdistill.knowledge import (
+    GENERAL,
+    PERSONAL,
+    Array,
+    ClassSpace,
+    HeadGradient,
+    LinearHead,
+    Metrics,
+    NetworkFile,
+    Plan,
+    SharedStatistics,
+)
 from fleetdistill.methods.base import Ask, Local
 from fleetdistill.methods.classstats.class_space import make_space
 from fleetdistill.methods.classstats.config import ClassStatsConfig
-from fleetdistill.methods.classstats.device import ClassStatsDevice
+from fleetdistill.methods.classstats.device import ClassStatsDevice, RefiningDevice
 from fleetdistill.methods.classstats.exchange import SpacePlan
 from fleetdistill.methods.classstats.shared_statistics import from_wire, merge
 from fleetdistill.models import build_model
@@ -113,7 +124,7 @@ def offered() -> Offered:
     return Offered()
 
 
-def torch_half(data: Pair) -> ClassStatsDevice:
+def torch_half(data: Pair, kind: type[ClassStatsDevice] = ClassStatsDevice, **settings: Any) -> ClassStatsDevice:
     """The device half with PyTorch on the same rows."""
     module = build_model("digits_linear")
     tensors = TensorData(torch.from_numpy(data[0]), torch.from_numpy(data[1]))
@@ -124,7 +135,7 @@ def torch_half(data: Pair) -> ClassStatsDevice:
         classes=CLASSES,
         torch_device=torch.device("cpu"),
     )
-    return ClassStatsDevice(ClassStatsConfig(), local)
+    return kind(ClassStatsConfig(**settings), local)
 
 
 def space_of(*data: Pair) -> ClassSpace:
@@ -195,9 +206,9 @@ def answers_in(folder: Path) -> dict[str, Array]:
 
 
 @contextlib.contextmanager
-def serving(work: Path, **run: Any) -> Iterator[int]:
+def serving(work: Path, method: Mapping[str, Any] | None = None, **run: Any) -> Iterator[int]:
     """A server of its own; gives its port."""
-    config = config_of(**run)
+    config = config_of(method, **run)
     config = config.model_copy(update={"server": config.server.model_copy(update={"store": str(work / "store")})})
     supervisor = Supervisor(config, log=work / "server.log")
     thread = threading.Thread(target=supervisor.serve)
@@ -237,13 +248,14 @@ def spec_of(name: str, data: Pair, work: Path) -> DeviceSpec:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", [{}, {"refine": "gradients"}])
 def test_light_device_gets_same_space_and_answers_as_with_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     own = save(digits(0), tmp_path / "light")
     specs = [spec_of("twin", digits(0), tmp_path), spec_of("other", digits(1), tmp_path)]
-    with serving(tmp_path, min_devices=3) as port, device_host(specs, port, 1) as host:
+    with serving(tmp_path, method, min_devices=3) as port, device_host(specs, port, 1) as host:
         light = start_light(own, port)
         assert {process.wait(PATIENCE_SECONDS) for process in (light, host)} == {0}
     assert not set(json.loads((own / "modules.json").read_text())) & {"torch", "onnx", "safetensors"}
@@ -253,8 +265,10 @@ def test_light_device_gets_same_space_and_answers_as_with_torch(
         assert state["labels"] == spaces["space"].labels
         for name in ("directions", "origin", "centres", "counts", "df"):
             assert np.array_equal(state[name].numpy(), getattr(spaces["space"], name)), name
+        assert state["leverage"] == spaces["space"].leverage
+    assert spaces["space"].is_refined == bool(method)
     with contextlib.closing(Store.open(tmp_path / "store")) as store:
-        exported = FinalModels(store, config_of(min_devices=3)).export(specs[0], tmp_path, [PERSONAL])
+        exported = FinalModels(store, config_of(method, min_devices=3)).export(specs[0], tmp_path, [PERSONAL])
     assert exported is not None
     result = answers_in(own)
     assert sorted(result) == [GENERAL, PERSONAL]
@@ -357,6 +371,34 @@ def test_it_sends_what_a_device_with_torch_sends(offered: Offered) -> None:
     assert own.means is not None
     assert sent.means is not None
     assert_allclose(own.means.astype(float), sent.means.astype(float), atol=2e-3)
+
+
+def test_it_sums_gradients_as_a_device_with_torch_does() -> None:
+    made = Offered(refine="gradients")
+    rng = np.random.default_rng(0)
+    size = 256
+    head = LinearHead(
+        labels=list(range(CLASSES)),
+        counts=np.full(CLASSES, 50),
+        mean=np.zeros(size, np.float16),
+        weights=rng.normal(0, 0.1, (CLASSES, size + 1)).astype(np.float16),
+    )
+    parts = decode(encode({"head": head, "plan": Plan(values={"left_out": [3]})}))
+    half = torch_half(digits(0), RefiningDevice, refine="gradients")
+    sent = half.handle(Ask(round=1, step="refine", seed=1, parts=parts)).parts["gradient"]
+    work = made.worker().answer(service_pb2.Ask(round=1, step="refine"), parts, COLUMNS)
+    own = work.answer.parts["gradient"]
+    assert isinstance(own, HeadGradient)
+    assert isinstance(sent, HeadGradient)
+    assert own.rows == sent.rows == (digits(0)[1] != 3).sum()
+    assert own.loss == pytest.approx(sent.loss, rel=1e-4)
+    expected = sent.gradient * sent.scale
+    assert_allclose(own.gradient * own.scale, expected, atol=1e-3 * np.abs(expected).max())
+
+
+def test_no_gradients_leave_a_device_of_another_run(offered: Offered) -> None:
+    with pytest.raises(FleetDistillError, match="the run has no refined head"):
+        offered.worker().answer(service_pb2.Ask(round=1, step="refine"), {}, COLUMNS)
 
 
 def test_before_the_first_space_there_is_no_answer(offered: Offered, tmp_path: Path) -> None:
