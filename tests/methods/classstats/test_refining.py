@@ -266,6 +266,7 @@ def test_a_device_sums_nothing_in_a_run_without_a_head():
         ({"refine_steps": 21}, "refine_steps"),
         ({**REFINE, "predictor": "trained"}, "needs predictor = 'closed_form'"),
         ({**REFINE, "own_network": "taught"}, "own_network = 'kept'"),
+        ({**REFINE, "participation_ratio": 0.5}, "participation_ratio must be 1"),
     ],
 )
 def test_settings_that_cannot_be(settings, says):

@@ -135,6 +135,11 @@ class ClassStatsConfig(SpaceConfig):
                 f"refine = {self.refine!r} needs predictor = 'closed_form' and own_network = 'kept', got "
                 f"{self.predictor!r} and {self.own_network!r}: both draw rows around class means, which a head has not"
             )
+        if self.refines and self.participation_ratio != 1:
+            raise ConfigurationError(
+                f"participation_ratio must be 1 with refine = {self.refine!r}, got {self.participation_ratio!r}: gradients "
+                "are summed over all devices of the merge"
+            )
 
     @property
     def refines(self) -> bool:
