@@ -128,17 +128,22 @@ class ClassStatsConfig(SpaceConfig):
         check_range("rows_per_direction", self.rows_per_direction, MIN_ROWS_PER_DIRECTION)
         check_range("min_samples", self.min_samples, 2)
         self._check_shrinkage()
+        self._check_refine()
+
+    def _check_refine(self) -> None:
         check_choice("refine", self.refine, ("off", "gradients"))
         check_range("refine_steps", self.refine_steps, 2, _MAX_REFINE_STEPS + 1)
-        if self.refines and (self.predictor, self.own_network) != ("closed_form", "kept"):
+        if not self.refines:
+            return
+        if (self.predictor, self.own_network) != ("closed_form", "kept"):
             raise ConfigurationError(
                 f"refine = {self.refine!r} needs predictor = 'closed_form' and own_network = 'kept', got "
                 f"{self.predictor!r} and {self.own_network!r}: both draw rows around class means, which a head has not"
             )
-        if self.refines and self.participation_ratio != 1:
+        if self.participation_ratio != 1:
             raise ConfigurationError(
-                f"participation_ratio must be 1 with refine = {self.refine!r}, got {self.participation_ratio!r}: gradients "
-                "are summed over all devices of the merge"
+                f"participation_ratio must be 1 with refine = {self.refine!r}, got {self.participation_ratio!r}: the "
+                "gradients are summed over all devices of the merge"
             )
 
     @property
