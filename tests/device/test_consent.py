@@ -35,6 +35,7 @@ HOLDS: list[tuple[k.Kind, set[str]]] = [
     (k.Generator(parameters=MODEL, noise_size=3), {"parameters"}),
     (k.Discriminator(parameters=MODEL, shares_extractor=True), {"parameters"}),
     (k.DistillationGradient(gradients={"w": ROW}, batch_size=1, loss=0.0), {"gradients"}),
+    (k.HeadGradient(gradient=ROW, scale=1.0, loss=0.0, rows=1), {"gradients"}),
     (k.NamedTensors(tensors={"means": ROW}, reveals=["features", "counts"]), {"features", "counts"}),
     (k.NamedTensors(tensors={"means": ROW}), set()),
     (make_metrics(), {"metrics"}),
@@ -46,6 +47,7 @@ NEVER: list[k.Kind] = [
     k.ClassSpace(
         labels=[0, 1], counts=IDS, directions=ROW, origin=ROW, centres=ROW, df=IDS, shrinkage=ROW, outside=ROW
     ),
+    k.LinearHead(labels=[0, 1], counts=IDS, mean=ROW, weights=ROW),
     k.NetworkFile(onnx=np.zeros(3, np.uint8)),
     k.PrivateRows(ROW, IDS, 2),
 ]
