@@ -32,7 +32,7 @@ from one_exchange_controls import (
     predictors,
     with_prior,
 )
-from one_exchange_fleet import Fleet, Part, Setting, accuracies, known_sets, make_fleet
+from one_exchange_fleet import Fleet, Part, Setting, accuracies, known_sets, make_fleet, own_accuracy
 from one_exchange_tables import print_tables
 
 from fleetdistill.knowledge import Array, ClassSpace
@@ -203,8 +203,10 @@ def _alone(fleet: Fleet, part: Part) -> tuple[Array, float, float]:
 
 def alone(fleet: Fleet) -> Figures:
     """Own closed form and own class shares."""
-    on_all, own = accuracies(fleet, [_alone(fleet, part)[0] for part in fleet.parts])
-    return {"all": on_all, "own": own, "kb": 0.0}
+    answers = [_alone(fleet, part)[0] for part in fleet.parts]
+    on_all, own = accuracies(fleet, answers)
+    devices = [{"own": own_accuracy(fleet, part, one)} for part, one in zip(fleet.parts, answers, strict=True)]
+    return {"all": on_all, "own": own, "kb": 0.0, "devices": devices}
 
 
 def leave_one_out_shrinkage(fleet: Fleet) -> Figures:

@@ -148,7 +148,7 @@ def make_fleet(setting: Setting, seed: int, data_dir: str | None = None) -> Flee
     """The fleet of one seed: the same rows on the same devices as `fleetdistill simulate` deals them."""
     data, train, test = _set(setting.dataset, setting.image_size, setting.dimensions, data_dir)
     if setting.classes or setting.held_out:
-        return _fleet_of_some_classes(setting, data, train, seed)
+        return _fleet_of_some_classes(setting, data, train, test, seed)
     rows = _some(data.train_labels, setting.train_limit, seed)
     labels = data.train_labels.numpy()[rows]
     if setting.alpha is None:
@@ -163,24 +163,28 @@ def make_fleet(setting: Setting, seed: int, data_dir: str | None = None) -> Flee
     return Fleet(parts, unseen, len(data.classes), seed)
 
 
-def _fleet_of_some_classes(setting: Setting, data: Dataset, features: Features, seed: int) -> Fleet:
-    """Returns a fleet of some classes, numbered anew; training and test rows are of the training part."""
-    assert setting.held_out
-    assert setting.train_limit
+def _fleet_of_some_classes(setting: Setting, data: Dataset, train: Features, test: Features, seed: int) -> Fleet:
+    """Returns a fleet of some classes, numbered anew."""
     assert setting.alpha is not None
-    every = data.train_labels.numpy()
     count = setting.classes or len(data.classes)
     chosen = np.sort(np.random.default_rng([seed, 5]).permutation(len(data.classes))[:count])
-    known = np.flatnonzero(np.isin(every, chosen))
-    labels = np.searchsorted(chosen, every)
-    rows = known[stratified_rows(labels[known], setting.train_limit, seed)]
-    rest = np.setdiff1d(known, rows)
-    tested = rest[_some(torch.from_numpy(labels[rest]), setting.test_limit, seed)]
+    known, labels = _of_classes(data.train_labels, chosen)
+    rows = known[_some(torch.from_numpy(labels[known]), setting.train_limit, seed)]
     dealt = partition("dirichlet_by_class", labels[rows], setting.devices, seed, alpha=setting.alpha).indices
-    parts = [
-        Part(data.train_images[at], features.of(at), labels[at]) for at in (*(rows[mine] for mine in dealt), tested)
-    ]
-    return Fleet(tuple(parts[:-1]), parts[-1], count, seed)
+    parts = [Part(data.train_images[at], train.of(at), labels[at]) for at in (rows[mine] for mine in dealt)]
+    if setting.held_out:
+        images, features, rest = data.train_images, train, np.setdiff1d(known, rows)
+    else:
+        images, features = data.test_images, test
+        rest, labels = _of_classes(data.test_labels, chosen)
+    tested = rest[_some(torch.from_numpy(labels[rest]), setting.test_limit, seed)]
+    return Fleet(tuple(parts), Part(images[tested], features.of(tested), labels[tested]), count, seed)
+
+
+def _of_classes(labels: Tensor, chosen: Array) -> tuple[Array, Array]:
+    """Returns the rows of the chosen classes, and every row's number of its class, which is valid for these."""
+    every = labels.numpy()
+    return np.flatnonzero(np.isin(every, chosen)), np.searchsorted(chosen, every)
 
 
 def _some(labels: Tensor, limit: int | None, seed: int) -> Array:
@@ -197,12 +201,14 @@ def recalls(predicted_n: Array, labels_n: Array, classes: int) -> Array:
 
 def accuracies(fleet: Fleet, logits: Sequence[Array]) -> tuple[float, float]:
     """Of one answer a device: accuracy on the test part, and in the device's class mix, means over devices."""
+    on_all = [float((result.argmax(axis=1) == fleet.test.labels).mean()) for result in logits]
+    own = [own_accuracy(fleet, part, result) for part, result in zip(fleet.parts, logits, strict=True)]
+    return float(np.mean(on_all)), float(np.mean(own))
+
+
+def own_accuracy(fleet: Fleet, part: Part, logits_nc: Array) -> float:
+    """Accuracy of an answer to the test part, in the class mix of one device."""
     labels = fleet.test.labels
     tested = np.bincount(labels, minlength=fleet.classes) > 0
-    on_all, own = [], []
-    for part, result in zip(fleet.parts, logits, strict=True):
-        told = result.argmax(axis=1)
-        on_all.append(float((told == labels).mean()))
-        shares = part.shares(fleet.classes) * tested
-        own.append(float(recalls(told, labels, fleet.classes) @ shares / shares.sum()))
-    return float(np.mean(on_all)), float(np.mean(own))
+    shares = part.shares(fleet.classes) * tested
+    return float(recalls(logits_nc.argmax(axis=1), labels, fleet.classes) @ shares / shares.sum())

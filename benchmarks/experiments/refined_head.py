@@ -8,11 +8,15 @@ Features, merge, closed form and refined head are the product's; the devices' gr
 float16 as they would be sent. Everything runs in one process, without an exchange. `--widths 2` has twice the usual D.
 The closed form has at most df // 15 directions, as the product, or 128. Settings with a number of rows have test rows
 from the training part, so that rules can be chosen on them; `cifar100-C-n` has C classes of n rows each.
+`cifar100-C` has C classes and the test part.
 
 Accuracies in %: all classes by the general answer / own classes by the personal one, means over devices and seeds; kB
-of a device, up and down. `left out`: share of the devices' rows that the general answer tells by leave-one-out. `J` and
-`loss` per row are at the start and at the final weights, `h n a` the effective numbers of a class's weights. Results
-are appended to a file; what is there already is not computed again.
+of a device, up and down. `left out`: share of the devices' rows that the general answer tells by leave-one-out. `J`
+is per row at the start and at the final weights, `h n a` the effective numbers of a class's weights. `stop`: the closed
+form where the first step lowers J by less than 1 %, in the share `stopped` of the fleets. Differences are paired: mean,
+deviation, and in brackets the worst seed. FedAvg is that of `one_exchange.py`. The last table has, of all devices of
+the call, the personal answer less the device's own closed form on own classes, with each guard that takes the device's
+own statistics instead. Results are appended to a file; what is there already is not computed again.
 """
 
 from __future__ import annotations
@@ -26,13 +30,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from one_exchange import FASHION, SETTINGS, Exchange, Figures, alone, bytes_down, exchange, read
-from one_exchange_fleet import Fleet, Setting, accuracies, make_fleet
+from one_exchange import (
+    FASHION,
+    MIN_SAMPLES,
+    SETTINGS,
+    Exchange,
+    Figures,
+    alone,
+    bytes_down,
+    exchange,
+    fedavg_rows,
+    read,
+)
+from one_exchange_fleet import Fleet, Part, Setting, accuracies, make_fleet, own_accuracy
 
 from fleetdistill.knowledge import Array, ClassSpace, LinearHead
 from fleetdistill.knowledge.statistics import MIN_ROWS_PER_DIRECTION
-from fleetdistill.methods.classstats.class_space import coordinates, logits
-from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT, class_variants
+from fleetdistill.methods.classstats.class_space import coordinates, leave_one_out, logits
+from fleetdistill.methods.classstats.class_variants import (
+    LEAVE_ONE_OUT,
+    PersonalVariant,
+    class_variants,
+    local_variant,
+)
 from fleetdistill.methods.classstats.config import ClassStatsConfig
 from fleetdistill.methods.classstats.projection import usual_dimensions
 from fleetdistill.methods.classstats.refined_head import (
@@ -42,6 +62,7 @@ from fleetdistill.methods.classstats.refined_head import (
     left_out_logits,
     to_wire,
 )
+from fleetdistill.methods.classstats.shared_statistics import moments_of
 from fleetdistill.training.figures import likelihood
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.methods.classstats.refinement import (
@@ -57,21 +78,35 @@ from fleetdistill_server.methods.classstats.refinement import (
 CLOSED = {"closed form": ClassStatsConfig().rows_per_direction, "closed form, rank 128": MIN_ROWS_PER_DIRECTION}
 """Rows -> rows_per_direction."""
 LAM, BOUNDED = "min(n/C, D)", "h <= 1"
-HELD_OUT = Setting("fashion-mnist", 14, test_limit=2500, alpha=0.5, held_out=True)
+MIN_FALL = 0.01
+"""By how much of it the first step must lower J, as in the product; else the devices get the closed form."""
+
+
+def either(setting: Setting) -> list[Setting]:
+    """The setting with either α."""
+    return [replace(setting, alpha=alpha) for alpha in (0.5, 0.1)]
+
+
+HELD_OUT = Setting("fashion-mnist", 14, test_limit=2500, held_out=True)
 EVERY: dict[str, list[Setting]] = {
     **{name: SETTINGS[name] for name in ("digits", "fashion-14", "fashion-28", "mnist-28", "cifar10", "cifar100")},
-    "mnist-14": [replace(FASHION, dataset="mnist", image_size=14, alpha=alpha) for alpha in (0.5, 0.1)],
-    "digits-900": [replace(HELD_OUT, dataset="digits", image_size=None, train_limit=900)],
-    **{f"fashion-14-{rows}": [replace(HELD_OUT, train_limit=rows)] for rows in (300, 600, 1200, 3000)},
-    **{f"mnist-14-{rows}": [replace(HELD_OUT, dataset="mnist", train_limit=rows)] for rows in (300, 600, 1200, 3000)},
+    "mnist-14": either(replace(FASHION, dataset="mnist", image_size=14)),
+    "femnist": [Setting("femnist-digits", train_limit=2400, devices=12, alpha=None)],
+    **{f"cifar100-{classes}": either(Setting("cifar100", classes=classes)) for classes in (10, 20, 50)},
+    "digits-900": either(replace(HELD_OUT, dataset="digits", image_size=None, train_limit=900)),
+    **{f"fashion-14-{rows}": either(replace(HELD_OUT, train_limit=rows)) for rows in (300, 600, 1200, 3000)},
     **{
-        f"cifar10-{rows}": [replace(HELD_OUT, dataset="cifar10", image_size=None, train_limit=rows)]
+        f"mnist-14-{rows}": either(replace(HELD_OUT, dataset="mnist", train_limit=rows))
+        for rows in (300, 600, 1200, 3000)
+    },
+    **{
+        f"cifar10-{rows}": either(replace(HELD_OUT, dataset="cifar10", image_size=None, train_limit=rows))
         for rows in (600, 1200, 2500, 5000)
     },
     **{
-        f"cifar100-{classes}-{rows}": [
+        f"cifar100-{classes}-{rows}": either(
             replace(HELD_OUT, dataset="cifar100", image_size=None, train_limit=rows * classes, classes=classes)
-        ]
+        )
         for classes in (10, 20, 50, 100)
         for rows in (40, 60)
     },
@@ -96,21 +131,58 @@ def directions(rows_per_direction: int) -> Any:
 def closed_form(fleet: Fleet, rows_per_direction: int) -> Figures:
     """Figures of the product's general and personal models, without the guard of own statistics."""
     made = exchange(fleet, directions(rows_per_direction))
-    general = logits(made.space, coordinates(made.space, fleet.test.features), fleet.classes)
-    answers, hits = [], 0.0
+    held, devices, hits = min(1.0, made.merged.df / (rows_per_direction * fleet.dimensions)), [], 0.0
     for number, part in enumerate(fleet.parts):
         counted = made.counted(number)
         variants = class_variants(
             made.space, part.features, part.labels, counted, fleet.classes, None, rows_per_direction
         )
-        answers.append(general / variants.personal.temperature + np.log(variants.personal.prior))
+        where = coordinates(made.space, part.features)
+        left_out = leave_one_out(made.space, where, part.labels, counted, fleet.classes, held)
+        devices.append(device_figures(fleet, part, variants.personal, left_out))
         hits += next(figure.sum for figure in variants.figures if figure.name == LEAVE_ONE_OUT)
     return {
-        "all": accuracies(fleet, [general] * len(answers))[0],
-        "own": accuracies(fleet, answers)[1],
+        "all": general_accuracy(fleet, made.space),
+        "own": float(np.mean([device["own"] for device in devices])),
         "kb": made.kb,
         "leave_one_out": hits / sum(len(part.labels) for part in fleet.parts),
+        "devices": devices,
     }
+
+
+def general_accuracy(fleet: Fleet, space: ClassSpace) -> float:
+    """Accuracy of the general answer on the test part."""
+    general = logits(space, coordinates(space, fleet.test.features), fleet.classes)
+    return accuracies(fleet, [general] * len(fleet.parts))[0]
+
+
+def device_figures(fleet: Fleet, part: Part, made: PersonalVariant, left_out: Array) -> Figures:
+    """Of a personal answer: accuracy on own classes, and by leave-one-out the share of rows told and nats a row."""
+    general = logits(made.space, coordinates(made.space, fleet.test.features), fleet.classes)
+    found = general / made.temperature + np.log(made.prior)
+    nats = -likelihood(left_out / made.temperature + np.log(made.prior), part.labels)
+    return {
+        "own": own_accuracy(fleet, part, found),
+        "hits": float(made.hits.mean()),
+        "nats": nats / len(part.labels),
+        "temperature": made.temperature,
+        "rows": len(part.labels),
+    }
+
+
+def own_statistics(fleet: Fleet) -> Figures:
+    """Figures of each device by its own statistics, as the product's guard has them; empty of a single class."""
+    devices: list[Figures] = []
+    for part in fleet.parts:
+        own = moments_of(part.features, part.labels, MIN_SAMPLES)
+        variant = local_variant(own, part.features, part.labels, fleet.classes)
+        if variant is None:
+            devices.append({})
+            continue
+        where = coordinates(variant.space, part.features)
+        left_out = leave_one_out(variant.space, where, part.labels, set(own.labels), fleet.classes)
+        devices.append(device_figures(fleet, part, variant, left_out))
+    return {"devices": devices}
 
 
 def summed(fleet: Fleet, made: Exchange, objective: Objective, weights: Array) -> GradientSum:
@@ -160,26 +232,21 @@ def figures(fleet: Fleet, made: Exchange, objective: Objective, weights: Array, 
     sent = encode({"space": space_of_head(objective, weights, made.merged.df, float(made.space.shrinkage))})
     space = decode(sent)["space"]
     assert isinstance(space, ClassSpace)
-    general = logits(space, coordinates(space, fleet.test.features), fleet.classes)
-    answers, temperatures, hits, nats = [], [], 0, 0.0
+    devices, hits = [], 0
     for number, part in enumerate(fleet.parts):
         counted = made.counted(number)
         found = logits(space, coordinates(space, part.features), fleet.classes)
         left_out = left_out_logits(space, found, part.labels, counted)
         personal = class_variants(space, part.features, part.labels, counted, fleet.classes, None).personal
-        answers.append(general / personal.temperature + np.log(personal.prior))
-        temperatures.append(personal.temperature)
-        nats -= likelihood(left_out / personal.temperature + np.log(personal.prior), part.labels)
+        devices.append(device_figures(fleet, part, personal, left_out))
         hits += int((left_out.argmax(axis=1) == part.labels).sum())
     rows, classes, dimensions = objective.rows, len(objective.labels), objective.metric.shape[0]
-    number = 2 * classes * (dimensions + 1)
-    message = 2 * dimensions + (steps + 1) * number + steps * (number + 8)
     return {
-        "all": accuracies(fleet, [general] * len(answers))[0],
-        "own": accuracies(fleet, answers)[1],
-        "kb": made.kb + (message - bytes_down(classes, dimensions)) / 1e3,
+        "all": general_accuracy(fleet, space),
+        "own": float(np.mean([device["own"] for device in devices])),
+        "kb": made.kb + (bytes_of(objective, steps) - bytes_down(classes, dimensions)) / 1e3,
         "leave_one_out": hits / sum(len(part.labels) for part in fleet.parts),
-        "temperature": float(np.mean(temperatures)),
+        "temperature": float(np.mean([device["temperature"] for device in devices])),
         "strength": objective.strength,
         "leverage": space.leverage,
         "n": rows,
@@ -188,8 +255,15 @@ def figures(fleet: Fleet, made: Exchange, objective: Objective, weights: Array, 
         "min_count": int(objective.counts.min()),
         "effective": space.leverage * rows * objective.curvature,
         "signal": signal(objective),
-        "left_out_nats": nats / sum(len(part.labels) for part in fleet.parts),
+        "devices": devices,
     }
+
+
+def bytes_of(objective: Objective, steps: int) -> int:
+    """Bytes of a device by the exchanges of gradients and the final head."""
+    classes, dimensions = len(objective.labels), objective.metric.shape[0]
+    weights = 2 * classes * (dimensions + 1)
+    return 2 * dimensions + (steps + 1) * weights + steps * (weights + 8)
 
 
 def signal(objective: Objective) -> float:
@@ -201,14 +275,29 @@ def signal(objective: Objective) -> float:
 
 def measure(fleet: Fleet, steps: Sequence[int], lams: Sequence[str]) -> dict[str, Figures]:
     """The rows of the table for one fleet."""
-    result: dict[str, Figures] = {"alone": alone(fleet)}
+    trained = fedavg_rows(fleet)
+    result: dict[str, Figures] = {
+        "alone": alone(fleet),
+        "own statistics": own_statistics(fleet),
+        "fedavg": {"all": trained["global"][0], "own": trained["with_prior"][1], "kb": trained["kb"]},
+    }
     for name, rows in CLOSED.items():
         result[name] = closed_form(fleet, rows)
     made = exchange(fleet, directions(CLOSED["closed form"]))
     for lam in lams:
-        for number, figures in refined(fleet, made, steps, lam).items():
-            result[f"refined, R {number}, {lam}"] = figures
+        for number, found in refined(fleet, made, steps, lam).items():
+            result[f"refined, R {number}, {lam}"] = found
+            result[f"refined, R {number}, {lam}, stop"] = with_stop(found, result["closed form"])
     return result
+
+
+def with_stop(refined: Figures, closed: Figures) -> Figures:
+    """The closed form after two exchanges of gradients, where the first step lowers J too little."""
+    start, first = refined["values"][:2]
+    if first <= (1 - MIN_FALL) * start:
+        return {**refined, "stopped": False}
+    further = 2 * refined["dimensions"] + 8 * refined["classes"] * (refined["dimensions"] + 1) + 16
+    return {**closed, "kb": closed["kb"] + further / 1e3, "stopped": True}
 
 
 def with_width(setting: Setting, width: int) -> Setting:
@@ -218,35 +307,73 @@ def with_width(setting: Setting, width: int) -> Setting:
 
 
 def rows_of(given: argparse.Namespace) -> list[str]:
-    return ["alone", *CLOSED, *(f"refined, R {step}, {lam}" for lam in given.lam for step in given.steps)]
+    heads = [f"refined, R {step}, {lam}{stop}" for lam in given.lam for step in given.steps for stop in ("", ", stop")]
+    return ["alone", "fedavg", *CLOSED, *heads]
 
 
 def print_table(setting: Setting, given: argparse.Namespace) -> None:
     known = read(given.results)
     print(f"\n{setting.name}, seeds {given.seeds}\n")
-    print("| row | all / own | less the closed form | kB | left out | J | loss | lam | h n a |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| row | all / own | less the closed form | less FedAvg | kB | left out | stopped | J | lam | h n a |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for row in rows_of(given):
-        both = [(known[setting.name, seed, row], known[setting.name, seed, "closed form"]) for seed in given.seeds]
-        means = [100 * float(np.mean([one[what] for one, _ in both])) for what in ("all", "own")]
-        ahead = [[100 * (one[what] - closed[what]) for one, closed in both] for what in ("all", "own")]
-        less = " ; ".join(f"{np.mean(item):+.1f} ({', '.join(f'{one:+.1f}' for one in item)})" for item in ahead)
-        more = [_mean(both, what, f) for what, f in (("kb", "{:.0f}"), ("leave_one_out", "{:.3f}"))]
-        if "value" in both[0][0]:
-            more += [
-                f"{_first(both)} → {_mean(both, 'value', '{:.3f}')}",
-                *(_mean(both, what, "{:.3g}") for what in ("loss", "strength", "effective")),
-            ]
-        print(f"| {row} | {means[0]:.1f} / {means[1]:.1f} | {less} | {' | '.join(more)} |")
+        found, closed, trained = (
+            [known[setting.name, seed, name] for seed in given.seeds] for name in (row, "closed form", "fedavg")
+        )
+        means = [100 * float(np.mean([one[what] for one in found])) for what in ("all", "own")]
+        less = [f"{_paired(found, other, 'all')} / {_paired(found, other, 'own')}" for other in (closed, trained)]
+        more = [
+            *(_mean(found, what, form) for what, form in (("kb", "{:.0f}"), ("leave_one_out", "{:.3f}"))),
+            _mean(found, "stopped", "{:.1f}"),
+            f"{_first(found)} → {_mean(found, 'value', '{:.3f}')}",
+            *(_mean(found, what, "{:.3g}") for what in ("strength", "effective")),
+        ]
+        print(f"| {row} | {means[0]:.1f} / {means[1]:.1f} | {' | '.join([*less, *more])} |")
 
 
-def _first(both: Sequence[tuple[Figures, Figures]]) -> str:
+def print_devices(settings: Sequence[Setting], given: argparse.Namespace) -> None:
+    known = read(given.results)
+    print("\n| row, guard | mean own | less alone | below | below by 0.5 | worst | own taken |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows_of(given)[2:]:
+        for guard in ("none", "hits", "likelihood"):
+            taken, reached, less = [], [], []
+            for setting in settings:
+                for seed in given.seeds:
+                    found, local, base = (known[setting.name, seed, one] for one in (row, "own statistics", "alone"))
+                    used = "hits" if guard == "likelihood" and found.get("stopped") else guard
+                    trios = zip(found["devices"], local["devices"], base["devices"], strict=True)
+                    for fleets, own, only in trios:
+                        taken.append(bool(own) and _takes_own(used, own, fleets))
+                        reached.append(100 * (own if taken[-1] else fleets)["own"])
+                        less.append(reached[-1] - 100 * only["own"])
+            below = [100 * float(np.mean(np.array(less) < -least - 1e-9)) for least in (0.0, 0.5)]
+            shares = f"{below[0]:.1f} % | {below[1]:.1f} % | {min(less):+.1f} | {100 * np.mean(taken):.0f} %"
+            print(f"| {row}, {guard} | {np.mean(reached):.1f} | {np.mean(less):+.2f} | {shares} |")
+
+
+def _takes_own(guard: str, own: Figures, fleets: Figures) -> bool:
+    """Whether a guard takes the answer of the device's own statistics."""
+    if guard == "hits":
+        return bool(own["hits"] > fleets["hits"])
+    return guard == "likelihood" and bool(own["nats"] < fleets["nats"])
+
+
+def _paired(found: Sequence[Figures], other: Sequence[Figures], what: str) -> str:
+    """Mean, deviation and worst of the differences, in points."""
+    differences = [100 * (one[what] - two[what]) for one, two in zip(found, other, strict=True)]
+    deviation = np.std(differences, ddof=1) if len(differences) > 1 else 0.0
+    return f"{np.mean(differences):+.1f} ± {deviation:.1f} ({min(differences):+.1f})"
+
+
+def _first(found: Sequence[Figures]) -> str:
     """J per row at the start."""
-    return f"{np.mean([(one['values'] or [one['value']])[0] for one, _ in both]):.3f}"
+    values = [one["values"][0] for one in found if one.get("values")]
+    return f"{np.mean(values):.3f}" if values else "–"
 
 
-def _mean(both: Sequence[tuple[Figures, Figures]], what: str, form: str) -> str:
-    values = [one[what] for one, _ in both if one.get(what) is not None]
+def _mean(found: Sequence[Figures], what: str, form: str) -> str:
+    values = [one[what] for one in found if one.get(what) is not None]
     return form.format(np.mean(values)) if values else "–"
 
 
@@ -263,17 +390,18 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("out/experiments/refined_head.jsonl"))
     given = parser.parse_args()
     given.results.parent.mkdir(parents=True, exist_ok=True)
-    for width in given.widths:
-        for setting in (with_width(one, width) for name in given.names for one in EVERY[name]):
-            for seed in given.seeds:
-                known = read(given.results)
-                if all((setting.name, seed, row) in known for row in rows_of(given)):
-                    continue
-                result = measure(make_fleet(setting, seed), given.steps, given.lam)
-                with given.results.open("a") as file:
-                    for row, figures in result.items():
-                        file.write(json.dumps({"setting": setting.name, "seed": seed, "row": row, **figures}) + "\n")
-            print_table(setting, given)
+    settings = [with_width(one, width) for width in given.widths for name in given.names for one in EVERY[name]]
+    for setting in settings:
+        for seed in given.seeds:
+            known = read(given.results)
+            if all((setting.name, seed, row) in known for row in rows_of(given)):
+                continue
+            result = measure(make_fleet(setting, seed), given.steps, given.lam)
+            with given.results.open("a") as file:
+                for row, figures in result.items():
+                    file.write(json.dumps({"setting": setting.name, "seed": seed, "row": row, **figures}) + "\n")
+        print_table(setting, given)
+    print_devices(settings, given)
 
 
 if __name__ == "__main__":
