@@ -24,6 +24,7 @@ from fleetdistill.methods.classstats.class_space import (
 )
 from fleetdistill.methods.classstats.refined_head import balanced_prior, choose_temperature, left_out_logits
 from fleetdistill.methods.classstats.shared_statistics import Moments
+from fleetdistill.training.figures import likelihood
 
 LEAVE_ONE_OUT = "leave_one_out"
 """Metric on split `train`: the device's rows that the general variant classifies correctly, each left out of the space.
@@ -47,12 +48,14 @@ class PersonalVariant:
         temperature: τ, above 0.
         prior: π, the device's class shares, `[C]`; with a refined head, those of `balanced_prior`.
         hits: Whether each own row is classified correctly when left out, `[n]`.
+        log_likelihood: Sum of the log-probabilities of the own rows' labels, each left out, in nats.
     """
 
     space: ClassSpace
     temperature: float
     prior: Array
     hits: Array
+    log_likelihood: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +64,7 @@ class ClassVariants:
 
     Attributes:
         general: The fleet's space, in which the general variant classifies.
-        personal: The more accurate of two personal variants on the device's left-out rows.
+        personal: The better of two personal variants on the device's left-out rows (guard *Own statistics*).
         own_kept: Whether `personal` is made from the device's own statistics.
         figures: Leave-one-out metrics of the variants.
     """
@@ -109,8 +112,15 @@ def class_variants(
 
 
 def _better(fleets: PersonalVariant, local: PersonalVariant | None) -> PersonalVariant:
-    """Returns the variant with more correctly classified left-out rows; the fleet's if both have equally many."""
-    return local if local is not None and local.hits.sum() > fleets.hits.sum() else fleets
+    """Returns the variant with more correctly classified left-out rows; the fleet's if both have equally many.
+
+    With a refined head, the one with the larger likelihood: the head's hits are too few for small devices.
+    """
+    if local is None:
+        return fleets
+    if fleets.space.is_refined:
+        return local if local.log_likelihood > fleets.log_likelihood else fleets
+    return local if local.hits.sum() > fleets.hits.sum() else fleets
 
 
 def _figures(fleets: PersonalVariant, local: PersonalVariant | None, labels_n: Array) -> list[Metric]:
@@ -140,8 +150,14 @@ def _personal(space: ClassSpace, left_out_nc: Array, labels_n: Array, classes: i
         prior = balanced_prior(space, temperature, prior)
     else:
         temperature = best_temperature(left_out_nc, labels_n, prior)
-    hits = (left_out_nc / temperature + np.log(prior)).argmax(axis=1) == labels_n
-    return PersonalVariant(space=space, temperature=temperature, prior=prior, hits=hits)
+    answers = left_out_nc / temperature + np.log(prior)
+    return PersonalVariant(
+        space=space,
+        temperature=temperature,
+        prior=prior,
+        hits=answers.argmax(axis=1) == labels_n,
+        log_likelihood=likelihood(answers, labels_n),
+    )
 
 
 def _metric(name: str, hits_n: Array, labels_n: Array) -> Metric:

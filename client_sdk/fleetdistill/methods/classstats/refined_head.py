@@ -100,8 +100,8 @@ def from_wire(sent: HeadGradient, head: LinearHead) -> GradientSum:
 def left_out_logits(space: ClassSpace, logits_nc: Array, labels_n: Array, counted: Collection[int]) -> Array:
     """Returns approximate logits of the device's rows, each left out of the refined head (line `left_out`).
 
-    They suffice to choose a temperature. They are no estimate of the accuracy on unseen rows: with many classes the
-    share of rows that they classify correctly is far below it.
+    Their likelihood suffices to choose a temperature, or between two answers. They are no estimate of the accuracy on
+    unseen rows: with many classes the share of rows that they classify correctly is far below it.
 
     Args:
         space: The space of the refined head.
