@@ -262,8 +262,7 @@ def _read(path: str, title: str) -> dict[str, Tensor]:
     try:
         given: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises errors of pickle, zipfile and its own
-        reason = str(error).strip().split("\n")[0]
-        raise ConfigurationError(f"the weights of {title}: {path!r} is not a file of torch.save: {reason}") from error
+        raise ConfigurationError(f"the weights of {title}: {path!r} is not a file of torch.save") from error
     if not isinstance(given, dict) or not all(isinstance(tensor, Tensor) for tensor in given.values()):
         raise ConfigurationError(
             f"the weights of {title}: {path!r} has a {type(given).__name__}, expected a state dict of tensors"

@@ -105,6 +105,9 @@ class RefiningServer(ClassStatsServer):
             refinement.step(evaluated, _summed(sums))
             if self._falls_too_little(refinement, cohort):
                 return None
+        change = refinement.values[-1] / refinement.values[0] - 1 if len(refinement.values) > 1 else 0.0
+        text = f"the head is refined by the gradients of {len(taking)} devices; its objective changed by {change:+.1%}"
+        cohort.event("head-refined", text)
         cohort.report("refined_loss", refinement.values[-1] / objective.rows)
         return space_of_head(objective, refinement.final(), moments.df, shrinkage)
 
