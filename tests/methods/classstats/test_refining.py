@@ -99,6 +99,25 @@ def test_a_device_that_drops_out_is_not_asked_again():
     assert steps_of(played, "a") == ["summarise", *["refine"] * 5, "learn"]
 
 
+def test_a_late_drop_out_does_not_end_the_refinement():
+    """From its step on the sums are of other devices: that they hardly fall any more is no reason to stop."""
+    played, asks = refined_fleet(refine_steps=12), 0
+    honest = played.halves["c"].handle
+
+    def leave_late(ask: Ask) -> Answer:
+        nonlocal asks
+        asks += ask.step == "refine"
+        if asks > 9:
+            raise CannotAnswer("gone")
+        return honest(ask)
+
+    played.halves["c"].handle = leave_late
+    played.play()
+    assert steps_of(played) == ["summarise", *["refine"] * 12, "learn"]
+    assert space_of(played).is_refined
+    assert "not-refined" not in dict(played.events)
+
+
 def test_too_few_rows_leave_the_closed_form_and_try_again():
     played = refined_fleet()
     played.deaf = {("refine", "a"), ("refine", "b")}

@@ -94,7 +94,7 @@ class RefiningServer(ClassStatsServer):
         objective = usual_objective(moments, mean, shrinkage)
         refinement, taking = Refinement(objective), [device for device in asked if self._counted.get(device)]
         checks = {device: self._checks_of(device, objective) for device in taking}
-        for _ in range(self.config.refine_steps):
+        for step in range(self.config.refine_steps):
             evaluated = in_float16(refinement.weights, "the head's weights")
             sums = await self._gradients(cohort, objective, evaluated, {device: checks[device] for device in taking})
             if not self._are_enough(sums, objective, cohort):
@@ -103,7 +103,7 @@ class RefiningServer(ClassStatsServer):
                 refinement.restart()
             taking = list(sums)
             refinement.step(evaluated, _summed(sums))
-            if self._falls_too_little(refinement, cohort):
+            if step == 1 and self._falls_too_little(refinement, cohort):
                 return None
         change = refinement.values[-1] / refinement.values[0] - 1 if len(refinement.values) > 1 else 0.0
         text = f"the head is refined by the gradients of {len(taking)} devices; its objective changed by {change:+.1%}"
@@ -154,7 +154,9 @@ class RefiningServer(ClassStatsServer):
 
     def _falls_too_little(self, refinement: Refinement, notes: Notes) -> bool:
         """Returns whether the first step has shown that a head is not worth its bytes; the merge then stays without."""
-        if len(refinement.values) != 2 or refinement.values[1] <= (1 - _MIN_FALL) * refinement.values[0]:
+        if len(refinement.values) < 2:  # the second sums are of fewer devices, so nothing can be compared
+            return False
+        if refinement.values[1] <= (1 - _MIN_FALL) * refinement.values[0]:
             return False
         self._unrefined = self.merge_name
         change = refinement.values[1] / refinement.values[0] - 1
