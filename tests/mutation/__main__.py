@@ -43,7 +43,7 @@ MATHEMATICS = {
     "fleetdistill_server.methods.feddkc.skr": ["methods/feddkc/test_refinement.py"],
     "fleetdistill_server.methods.feddkc.kernels": ["methods/feddkc/test_refinement.py"],
     "fleetdistill_server.methods.classstats.merge": ["methods/classstats/test_one_exchange.py"],
-    "fleetdistill_server.methods.classstats_secure": ["methods/classstats_secure/test_plausibility.py"],
+    "fleetdistill_server.methods.classstats_secure.sum_server": ["methods/classstats_secure/test_plausibility.py"],
     "fleetdistill_server.methods.secure.unmasking": ["methods/secure/test_unmasking.py"],
 }
 """A module of formulas, and the tests that are about it."""

@@ -22,7 +22,7 @@ from fleetdistill.methods.classstats_secure.encoding import (
     unit_rows_on_grid,
 )
 from fleetdistill.methods.classstats_secure.noise import local_variances, noise_vector
-from fleetdistill_server.methods.classstats_secure import why_implausible
+from fleetdistill_server.methods.classstats_secure.sum_server import why_implausible
 
 SMALL = replace(PRIVATE_SUM, classes=2, dimensions=3)
 

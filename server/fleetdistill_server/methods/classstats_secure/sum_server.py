@@ -24,19 +24,17 @@ from fleetdistill.knowledge.secure import (
     SIGNATURE_BYTES,
     SIGNED_KEYS_BYTES,
 )
-from fleetdistill.methods.classstats_private.sums import RowSums, from_wire, to_wire
+from fleetdistill.methods.classstats_private.sums import RowSums
 from fleetdistill.methods.classstats_secure.config import (
     CERTIFICATES,
     MIN_IN_SUM,
     ROSTER,
     UNSIGNED,
-    ClassStatsSecureConfig,
-    ClassStatsSummedConfig,
     SumSettings,
 )
 from fleetdistill.methods.classstats_secure.encoding import decode, moments_of_sums
 from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK, statistics_digest
-from fleetdistill.methods.classstats_secure.noise import check_noise, local_variances, noise_bound
+from fleetdistill.methods.classstats_secure.noise import local_variances, noise_bound
 from fleetdistill.secure.primitives import lift
 from fleetdistill.secure.session import PRIVATE, Parameters
 from fleetdistill.training.model import fingerprint
@@ -44,9 +42,8 @@ from fleetdistill.wire.codec import encode
 from fleetdistill_server.event_kinds import SECURE_SUM, SECURE_SUM_FAILED
 from fleetdistill_server.figures import SECURE_SUMS, SumFigures
 from fleetdistill_server.methods.base import Needs
-from fleetdistill_server.methods.classstats.merge import Merged, MergeRules, merge_moments
+from fleetdistill_server.methods.classstats.merge import Merged, MergeRules
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
-from fleetdistill_server.methods.classstats_private.server import ClassStatsPrivateServer
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes, PayloadFor
 from fleetdistill_server.methods.secure.secure_sum import SecureSum, SumSession
 from fleetdistill_server.methods.traffic import Exchange, Sizes
@@ -261,69 +258,6 @@ class SumServer(ClassStatsServer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._members = dict(state["members"])
-
-
-class ClassStatsSecureServer(SumServer, ClassStatsPrivateServer):
-    """Merges sums with noise, each of its own size."""
-
-    config: ClassStatsSecureConfig
-    summary = "sums that hide each device's part, one noise for all"
-    recommended = (
-        "where rows must stay private against the server and ten or more devices can be asked at once: the same "
-        "guarantee as classstats_private with less noise, because the sum carries it once. Its limits: five short "
-        "asks, grey images or an extractor of at most 128 outputs, no look at single devices. Not yet reviewed by a "
-        "cryptographer. docs/reference/methods/ has the figures"
-    )
-    after_forgetting = "which may be summed again"
-
-    def __init__(self, config: ClassStatsSecureConfig, context: Any) -> None:
-        super().__init__(config, context)
-        most = config.max_in_sum
-        check_noise(config.parameters(context.classes, self.fixed.dimensions, least=most, honest=most))
-
-    def part_of(self, sums: RowSums, parameters: Parameters, devices: int) -> ClassSums:
-        """Returns the sums with the size of their noise: the more devices beyond m, the more noise."""
-        return to_wire(sums, self.config.guarantee.mu * math.sqrt(parameters.honest / devices), discrete=True)
-
-    def merged_sums(self, parts: Mapping[str, Any], rules: MergeRules, notes: Notes) -> Merged:
-        """See `ClassStatsPrivateServer.merged`."""
-        return ClassStatsPrivateServer.merged(self, parts, rules, notes)
-
-    def _device_mus(self, parts: Mapping[str, Any], kept: Sequence[str]) -> list[float]:
-        sizes = {name: sum(member == name for member in self._members.values()) for name in kept}
-        return [self._mu(parts[name]) * math.sqrt(size) for name, size in sizes.items() for _ in range(size)]
-
-
-class ClassStatsSummedServer(SumServer):
-    """Merges sums without noise: the moments of all their rows, with the directions that each device kept."""
-
-    config: ClassStatsSummedConfig
-    summary = "sums that hide each device's part, without noise"
-    recommended = (
-        "where the server must not see one device's class means, but the sum over the fleet may be known: the accuracy "
-        "of classstats, and rows that are harder to link with every further device. It is no privacy guarantee: use "
-        "classstats_secure for one. Its limits: five short asks, 8 times the bytes of classstats, no look at single "
-        "devices. Not yet reviewed by a cryptographer. docs/reference/methods/ has the figures"
-    )
-    after_forgetting = "which are in no sum of this run again: without noise, the difference could show one's part"
-
-    def part_of(self, sums: RowSums, parameters: Parameters, devices: int) -> ClassSums:
-        """Returns the sums in float64, which holds them exactly."""
-        upper = np.triu_indices(parameters.dimensions)
-        return ClassSums(
-            counts=sums.counts, sums=sums.sums, second_moment=sums.second_moment[upper], mu=0.0, discrete=True
-        )
-
-    def merged_sums(self, parts: Mapping[str, Any], rules: MergeRules, notes: Notes) -> Merged:
-        """Merges the sums' moments exactly."""
-        return merge_moments(parts, rules, notes, lambda part: moments_of_sums(from_wire(part)))
-
-    def labels_of(self, part: Any) -> Sequence[int]:
-        """Returns all classes: a sum has numbers of every class."""
-        return range(self.context.classes)
-
-    def _free(self, devices: Sequence[str]) -> None:
-        """Keeps the devices out of further sums."""
 
 
 class _OfSums:

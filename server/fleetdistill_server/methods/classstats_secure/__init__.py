@@ -1,0 +1,1 @@
+"""Server half of class statistics by secure sums, with noise and without."""
