@@ -10,7 +10,7 @@ A row x of class y adds e xT to what the server has: to the class sums with e = 
 e = softmax(W_r x) - e_y. All of them stacked, with the differences between steps therefore, are attacked by the ratio
 of two likelihoods: the sum of n rows is taken as normal, with mean and covariance of public rows of its classes.
 `means` are the class sums alone as an audit attacks them; `0 steps` the same by this attack. A sum of several devices
-is what secure sums of the gradients would show. The covariance's weight was chosen on seed 0.
+is what the secure sums of classstats_summed show. The covariance's weight was chosen on seed 0.
 """
 
 from __future__ import annotations

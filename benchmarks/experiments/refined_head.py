@@ -89,7 +89,10 @@ def either(setting: Setting) -> list[Setting]:
 
 HELD_OUT = Setting("fashion-mnist", 14, test_limit=2500, held_out=True)
 EVERY: dict[str, list[Setting]] = {
-    **{name: SETTINGS[name] for name in ("digits", "fashion-14", "fashion-28", "mnist-28", "cifar10", "cifar100")},
+    **{
+        name: SETTINGS[name]
+        for name in ("digits", "fashion-14", "fashion-28", "mnist-28", "mnist-20", "cifar10", "cifar100")
+    },
     "mnist-14": either(replace(FASHION, dataset="mnist", image_size=14)),
     "femnist": [Setting("femnist-digits", train_limit=2400, devices=12, alpha=None)],
     **{f"cifar100-{classes}": either(Setting("cifar100", classes=classes)) for classes in (10, 20, 50)},

@@ -186,7 +186,7 @@ def summed(extractor: torch.nn.Module, devices: Sequence[Rows]) -> Message:
             steps, rows.labels.numpy(), 10, parameters.grid_bits, min_samples=2, rank=128, rows_per_direction=15
         )
     ids = tuple(f"device-{number}" for number in range(len(devices)))
-    return DeviceSum(ids, sums_to_wire(decode(total, parameters), 0.0, discrete=True)).as_message()
+    return DeviceSum(ids, sums_to_wire(decode(total, parameters), 0.0, discrete=True)).as_messages()[0]
 
 
 def test_a_sum_of_one_device_is_attacked_as_its_part(public: PublicSet) -> None:
@@ -241,8 +241,8 @@ def test_sums_are_read_from_the_servers_state() -> None:
     first, second = sums_of(state)
     assert (first.devices, first.part.counts.tolist(), first.part.mu) == (("a", "c"), [3, 0], 0.5)
     assert (second.devices, second.part.counts.tolist(), second.part.mu) == (("b",), [4, 0], 0)
-    assert max_mu([first.as_message()]) == 0.5
-    assert max_mu([first.as_message(), second.as_message()]) is None, "a sum without noise is not private"
+    assert max_mu(first.as_messages()) == 0.5
+    assert max_mu([*first.as_messages(), *second.as_messages()]) is None, "a sum without noise is not private"
 
 
 def test_an_overfitted_model_gives_its_rows_away(public: PublicSet) -> None:

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetdistill.knowledge import LinearHead
-from fleetdistill_lab.audit.audit import Audit, audit
+from fleetdistill.methods.classstats.refined_head import gradient_sum
+from fleetdistill_lab.audit.audit import Audit, audit, record_run, report
 from fleetdistill_lab.audit.gradient_sums import Stack, likelihood_ratios, stack
-from fleetdistill_lab.audit.knowledge import PublicMoments
+from fleetdistill_lab.audit.knowledge import PublicMoments, features_of
+from fleetdistill_lab.audit.public_set import split_public
 from fleetdistill_lab.simulation.data.datasets import load_dataset
 
 CLASSES, SIZE = 3, 4
@@ -86,3 +88,28 @@ def test_an_audit_asks_the_gradient_sums_of_a_refined_run() -> None:
     found, means = result.parts["gradient"]["means and gradients"], result.parts["statistics"]["means"]
     assert found.auc > 0.6
     assert found.auc > means.auc - 0.05
+
+
+@pytest.mark.slow
+def test_the_secure_sums_of_gradients_are_attacked() -> None:
+    """The server's sum at each head is that of all rows' gradients, and no device's gradient is seen in clear."""
+    config = run_of("classstats_summed", "", refine="gradients")
+    wanted = Audit(config=config, data=load_dataset("digits"), devices=3, rows=300, rounds=1)
+    public = split_public(wanted.data, wanted.rows, wanted.seed)
+    recorded = record_run(wanted, public)
+    (summed,) = recorded.sums
+    assert len(summed.gradients) == 5
+    (head, sent), *_ = summed.gradients
+    known = recorded.method.known_extractor("sum", {})
+    assert known is not None
+    own = [(features_of(known, rows.inputs), rows.labels.numpy()) for rows in recorded.rows.values()]
+    counted = [np.flatnonzero(np.bincount(labels, minlength=10) >= 5) for _, labels in own]
+    exact = [gradient_sum(head, *rows, labels) for rows, labels in zip(own, counted, strict=True)]
+    assert sent.rows == sum(one.rows for one in exact)
+    assert sent.loss == pytest.approx(sum(one.loss for one in exact), rel=1e-3)
+    assert np.abs(sent.gradient[list(head.labels)] - sum(one.gradient for one in exact)).max() < 0.1
+    result = report(wanted, public, recorded)
+    found = result.parts["sum of 3 devices"]
+    assert set(found) == {"means", "covariance", "means and covariance", "means and gradients"}
+    assert found["means and gradients"].auc > 0.6
+    assert result.parts["gradient"] == {}

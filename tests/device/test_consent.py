@@ -31,6 +31,7 @@ HOLDS: list[tuple[k.Kind, set[str]]] = [
     (k.SharedStatistics(labels=[]), {"class_statistics", "counts"}),
     (k.ClassSums(counts=ROW, sums=ROW, second_moment=ROW, mu=1.0, discrete=True), {"class_statistics", "counts"}),
     (k.SecureMessage(numbers=ROW), {"class_statistics", "counts"}),
+    (k.SecureMessage(gradient=ROW), {"gradients"}),
     (MODEL, {"parameters"}),
     (k.Generator(parameters=MODEL, noise_size=3), {"parameters"}),
     (k.Discriminator(parameters=MODEL, shares_extractor=True), {"parameters"}),

@@ -18,7 +18,7 @@ PAGE = (Path(__file__).parents[2] / "docs/reference/wire-format.md").read_text(e
 FORMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "classstats_secure": [("classstats_secure", {"keys": "roster"})],
     "classstats": [("classstats", {"refine": "gradients"})],
-    "classstats_summed": [("classstats_summed", {"keys": "roster"})],
+    "classstats_summed": [("classstats_summed", {"keys": "roster", "refine": "gradients"})],
     "dafkd": [
         ("dafkd", {}),
         ("dafkd", {"discriminator_location": "device", "sync": "exact", "ensemble_space": "probs"}),

@@ -87,6 +87,7 @@ def _parts() -> dict[str, dict[str, k.Kind]]:
         "secure_message": {
             "keys": k.SecureMessage(keys=np.arange(100, dtype=np.uint8)),
             "shares": k.SecureMessage(shares=np.ones((4, 32), np.uint8)),
+            "gradient": k.SecureMessage(gradient=np.arange(14, dtype=np.uint8)),
         },
         "distillation_gradient": {"gradient": gradient},
         "generator": {

@@ -51,7 +51,7 @@ LOSSES = {"classstats": "classstats with a trained predictor"}
 EVERY_STEP: dict[str, dict[str, Any]] = {
     "classstats": {"refine": "gradients"},
     "classstats_secure": {"keys": "roster"},
-    "classstats_summed": {"keys": "roster"},
+    "classstats_summed": {"keys": "roster", "refine": "gradients"},
     "dafkd": {"discriminator_location": "device", "sync": "exact"},
 }
 """Settings with which a method asks each of its steps, where it does not by default."""

@@ -76,6 +76,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "settings": {"own_network": "taught", "own_network_epochs": 2, "drawn_images": 4},
     },
     "classstats with a refined head": {"method": "classstats", "rounds": 1, "settings": {"refine": "gradients"}},
+    "classstats_summed with a refined head": {
+        "method": "classstats_summed",
+        "rounds": 1,
+        "settings": {"refine": "gradients"},
+        "train_limit": 400,
+        "devices": 3,
+    },
     "dafkd distilling": {"method": "dafkd", "settings": _DAFKD},
     "dafkd lagged": {"method": "dafkd", "settings": {**_DAFKD, "discriminator_location": "device"}},
     "dafkd exact": {"method": "dafkd", "settings": {**_DAFKD, "discriminator_location": "device", "sync": "exact"}},

@@ -18,9 +18,11 @@ from fleetdistill import Signer
 from fleetdistill.device.events import DeviceLock, Event, Events
 from fleetdistill.device.secure import ANY_TERMS, SecureSums, SecureTerms
 from fleetdistill.errors import CannotAnswer, WireError
-from fleetdistill.knowledge import Parts, PrivateRows, SecureMessage
+from fleetdistill.knowledge import HeadGradient, LinearHead, Parts, Plan, PrivateRows, SecureMessage
 from fleetdistill.methods import config_class
 from fleetdistill.methods.base import Answer, Ask
+from fleetdistill.methods.classstats.exchange import REFINE
+from fleetdistill.methods.classstats.refined_head import gradient_sum, to_wire
 from fleetdistill.methods.classstats_secure.config import CERTIFICATES, ROSTER
 from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, SHARES, UNMASK, statistics_digest
 from fleetdistill.secure.masks import Masks
@@ -127,6 +129,21 @@ class SecureFleet:
         rows = {"statistics": self.rows(name)} if step == KEYS else {}
         ask = Ask(round=number, step=step, seed=0, parts=decode(encode(parts)))
         return self.device(name).answer(Answer(parts=rows, samples=12), ask, self.contract, self.config).parts
+
+    def gradient(self, name: str, head: LinearHead) -> HeadGradient:
+        """What a device would send of its gradient in clear."""
+        rows = self.rows(name)
+        return to_wire(gradient_sum(head, rows.rows, rows.labels, range(CLASSES)), head, CLASSES)
+
+    def refine(self, name: str, head: LinearHead, number: int = 1) -> Any:
+        """A freshly started device's masked numbers of its gradient. Raises CannotAnswer if it refuses."""
+        parts = decode(encode({"head": head, "plan": Plan(values={"left_out": []})}))
+        ask = Ask(round=number, step=REFINE, seed=0, parts=parts)
+        answer = Answer(parts={"gradient": self.gradient(name, head)}, samples=12)
+        sent = self.device(name).answer(answer, ask, self.contract, self.config).parts["gradient"]
+        assert isinstance(sent, SecureMessage)
+        assert sent.gradient is not None
+        return from_bytes(sent.gradient.tobytes(), self.parameters().width)
 
     def frozen(self, name: str) -> Any:
         """What a device has frozen: the numbers of its input with noise; None without an open sum."""

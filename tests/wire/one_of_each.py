@@ -78,6 +78,7 @@ ONE_OF_EACH: dict[str, k.Kind] = {
         keys=np.arange(100, dtype=np.uint8),
         boxes=np.zeros((2, 80), np.uint8),
         shares=np.ones((3, 32), np.uint8),
+        gradient=np.arange(14, dtype=np.uint8),
     ),
     "network_file": k.NetworkFile(onnx=np.arange(256, dtype=np.uint8)),
     "distillation_gradient": k.DistillationGradient(

@@ -36,7 +36,7 @@ from fleetdistill.knowledge import CUT, GENERAL, PERSONAL, Array, Kind
 from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import Ask
 from fleetdistill.methods.classstats.config import SCATTERING, SpaceConfig
-from fleetdistill.methods.classstats.exchange import DeviceStatistics, SentStatistics, check_images
+from fleetdistill.methods.classstats.exchange import REFINE, DeviceStatistics, SentStatistics, check_images
 from fleetdistill.methods.classstats_private.exchange import PrivateStatistics
 from fleetdistill.methods.classstats_secure.exchange import SecureStatistics, SummedStatistics
 from fleetdistill.training.figures import Counts, allowed, counts_of
@@ -203,7 +203,7 @@ class LightCompute(DeliveringCompute[LightModel]):
         if ask.step in self._statistics.sending_steps:
             return Computed(self._statistics.send(ask.step), self.state())
         asked = Ask(round=ask.round, step=ask.step, seed=ask.seed, parts=parts)
-        if ask.step == "refine" and isinstance(self._statistics, SentStatistics):
+        if ask.step == REFINE and isinstance(self._statistics, SentStatistics):
             return Computed(self._statistics.refine(asked), self.state())
         if ask.step != "learn":
             raise WireError(

@@ -32,7 +32,7 @@ SAMPLES = 1
 """Number of samples that a private device declares: the real number would be a release too."""
 DECLINED = "this device cannot answer"
 """Reason of every decline but those of the budget and of secure sums: another text could depend on the rows."""
-_COLUMNS = ("class_statistics", "counts")
+_COLUMNS = ("class_statistics", "counts", "gradients")
 
 
 def guarantee_of(contract: contract_pb2.Contract) -> Guarantee | None:
@@ -72,7 +72,7 @@ def reason_to_send(reason: FleetDistillError) -> str:
 
 
 def private_columns(allow: Sequence[str]) -> tuple[str, ...]:
-    """Returns the columns that may leave a device that hides its rows: at most class statistics and counts."""
+    """Returns the columns that may leave a device that hides its rows: at most those that are summed."""
     return tuple(column for column in allow if column in _COLUMNS)
 
 

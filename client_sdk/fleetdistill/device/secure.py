@@ -24,7 +24,7 @@ from fleetdistill.state.privacy_ledger import PrivacyBudget, PrivacyLedger, fing
 from fleetdistill.state.secure_sessions import SecureSession, SecureSessions, Steps
 
 if TYPE_CHECKING:
-    from fleetdistill.knowledge import PrivateRows, SecureMessage
+    from fleetdistill.knowledge import HeadGradient, PrivateRows, SecureMessage
     from fleetdistill.methods.base import Answer, Ask
     from fleetdistill.methods.classstats_secure.config import SumSettings
     from fleetdistill.privacy.guarantee import Guarantee
@@ -212,9 +212,12 @@ class SecureSums:
             StateError: The state directory is damaged.
         """
         from fleetdistill.knowledge import PrivateRows, SecureMessage
+        from fleetdistill.methods.classstats.exchange import REFINE
         from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, STEPS
         from fleetdistill.wire.codec import encode
 
+        if ask.step == REFINE:
+            return self._refine(answer, ask, config)
         if ask.step not in STEPS:
             self._learn(ask)
             return replace(answer, samples=1)
@@ -231,13 +234,17 @@ class SecureSums:
         self._check_step(ask.step, asked, session, steps, signed=config.signs_keys)
         parts, lists = self._part(ask.step, message, session, steps)
         sent = encode(parts).sha256.hex()
-        if ask.step not in steps.digests:
-            if ask.step == INPUT and config.guarantee is not None:
-                self._charge(session, config.guarantee)
-            self._sessions.record(steps.after(ask.step, asked, sent, **lists))
-        elif steps.digests[ask.step] != (asked, sent):
-            raise SumRefusedError("this device cannot repeat its answer to a step of the sum")
+        if ask.step not in steps.digests and ask.step == INPUT and config.guarantee is not None:
+            self._charge(session, config.guarantee)
+        self._record(steps, ask.step, asked, sent, **lists)
         return replace(answer, parts=parts, samples=1)
+
+    def _record(self, steps: Steps, step: str, asked: str, sent: str, **lists: Any) -> None:
+        """Records an answered step with its digests. Raises SumRefusedError if it was answered otherwise before."""
+        if step not in steps.digests:
+            self._sessions.record(steps.after(step, asked, sent, **lists))
+        elif steps.digests[step] != (asked, sent):
+            raise SumRefusedError("this device cannot repeat its answer to a step of the sum")
 
     # --- the first step: consent, noise, ledger
 
@@ -289,10 +296,8 @@ class SecureSums:
                     f"the sum counts on the noise of {parameters.honest} of {parameters.least} devices; this device "
                     f"requires that {colluders} may add none"
                 )
-        elif len(rows.labels) > parameters.max_rows:
-            raise SumRefusedError(
-                f"the sum takes at most {parameters.max_rows} rows of one device; raise max_rows, or lower max_in_sum"
-            )
+        else:
+            _check_rows(len(rows.labels), parameters)
         if reason := _keys_refused(config.keys, terms):
             raise SumRefusedError(reason)
         self._endorsing(parameters)
@@ -395,6 +400,30 @@ class SecureSums:
 
     # --- later steps
 
+    def _refine(self, answer: Answer, ask: Ask, config: SumSettings) -> Answer:
+        """Returns the device's sums of the gradient under masks that only all devices of its sum can take away."""
+        from fleetdistill.knowledge import HeadGradient
+        from fleetdistill.methods.classstats.exchange import REFINE
+        from fleetdistill.methods.classstats_secure.config import ClassStatsSummedConfig
+        from fleetdistill.methods.classstats_secure.exchange import UNMASK
+        from fleetdistill.wire.codec import encode
+
+        gradient = answer.parts.get("gradient")
+        if not (isinstance(config, ClassStatsSummedConfig) and config.refines and isinstance(gradient, HeadGradient)):
+            raise SumRefusedError("the run has no secure sums of gradients")
+        session = self._current(ask)
+        steps = self._sessions.steps(session)
+        if UNMASK not in steps.digests:
+            raise SumRefusedError("this device has not finished the sum of its class statistics")
+        label = encode({"head": ask.parts["head"]}).sha256
+        earlier = {name: asked for name, (asked, _) in steps.digests.items() if name.startswith(REFINE)}
+        step = next((name for name, asked in earlier.items() if asked == label.hex()), f"{REFINE} {len(earlier)}")
+        if step not in earlier and len(earlier) == config.refine_steps:
+            raise SumRefusedError(f"this device has summed gradients {len(earlier)} times, as often as the run says")
+        parts = _Part(session, steps, self._device, self._endorsing).gradient(gradient, label)
+        self._record(steps, step, label.hex(), encode(parts).sha256.hex())
+        return replace(answer, parts=parts, samples=1)
+
     def _current(self, ask: Ask) -> SecureSession:
         session = self._sessions.open()
         if session is None or session.round != ask.round:
@@ -435,6 +464,13 @@ class SecureSums:
         except PeerError as error:
             name = part.device_at(error.index)
             raise SumRefusedError(f"what device {name!r} sent in this sum cannot be used: {error}") from error
+
+
+def _check_rows(rows: int, parameters: Parameters) -> None:
+    if rows > parameters.max_rows:
+        raise SumRefusedError(
+            f"the sum takes at most {parameters.max_rows} rows of one device; raise max_rows, or lower max_in_sum"
+        )
 
 
 def _check_signer(signer: Signer, device: str) -> None:
@@ -591,7 +627,7 @@ class _Part:
 
     def unmask(self, message: SecureMessage) -> tuple[Mapping[str, SecureMessage], Mapping[str, Any]]:
         """Step 5: gives one share for each device that sent boxes, never both of one device."""
-        from fleetdistill.methods.classstats_secure.exchange import CHECK
+        from fleetdistill.methods.classstats_secure.exchange import CHECK, UNMASK
 
         survivors = self._check_survivors(message)
         if self._endorsing is not None:
@@ -601,7 +637,21 @@ class _Part:
         shares = self._member.unmasking_shares(
             self._index, self._others, self._steps.roster, self._threshold, dict(self._steps.boxes), survivors
         )
-        return _reply("shares", *(shares[index] for index in sorted(shares))), {}
+        lists = {"members": {**self._steps.members, UNMASK: message.members}}
+        return _reply("shares", *(shares[index] for index in sorted(shares))), lists
+
+    def gradient(self, sent: HeadGradient, label: bytes) -> Mapping[str, SecureMessage]:
+        """Returns sums of the gradient, masked for the devices of the finished sum."""
+        from fleetdistill.methods.classstats_secure.encoding import gradient_numbers
+        from fleetdistill.methods.classstats_secure.exchange import UNMASK
+        from fleetdistill.secure.primitives import to_bytes, wrap
+
+        width = self._parameters.width
+        _check_rows(sent.rows, self._parameters)
+        members = self._unpacked(self._steps.members[UNMASK])
+        numbers = wrap(gradient_numbers(sent, self._parameters), width)
+        masked = self._member.masked_further(self._index, self._others, members, numbers, label)
+        return _reply("gradient", to_bytes(masked, width))
 
     def _check_survivors(self, message: SecureMessage) -> frozenset[int]:
         from fleetdistill.methods.classstats_secure.exchange import INPUT

@@ -65,10 +65,11 @@ class SecureMessage(Kind):
         numbers: `[numbers * width]` uint8.
         signature: `[64]` uint8.
         shares: `[k, 32]` uint8.
+        gradient: `[(C (D + 1) + 2) * width]` uint8.
     """
 
     wire_name = "secure_message"
-    possible_columns = ("class_statistics", "counts")
+    possible_columns = ("class_statistics", "counts", "gradients")
     description = "class sums under a mask"
 
     parameters: bytes = b""
@@ -82,6 +83,11 @@ class SecureMessage(Kind):
     numbers: Array | None = None
     signature: Array | None = None
     shares: Array | None = None
+    gradient: Array | None = None
+
+    def columns(self) -> tuple[str, ...]:
+        """See `Kind.columns`."""
+        return _columns("numbers" if self.gradient is None else "gradient")
 
     @classmethod
     def schema(
@@ -98,7 +104,7 @@ class SecureMessage(Kind):
         return PartSchema(
             kind=cls,
             tensors={name: TensorSchema((UINT8,), shape)},
-            columns=cls.possible_columns or (),
+            columns=_columns(name),
             features=features,
             declared={name: (most, *shape[1:]) if most else shape},
         )
@@ -133,6 +139,11 @@ class SecureMessage(Kind):
         if part.name == "shares" and (wrong := _outside_field(rows)).any():
             text = f"part {part.name!r}, row {int(wrong.argmax())}: a share must be a number below 2^255 - 19"
             raise RefusedError(Code.BAD_VALUE, text)
+
+
+def _columns(name: str) -> tuple[str, ...]:
+    """Returns the columns in a part, by its name."""
+    return ("gradients",) if name == "gradient" else ("class_statistics", "counts")
 
 
 def _varies(name: str, shape: tuple[int, ...]) -> bool:

@@ -19,11 +19,13 @@ class Masks:
         sid: Session id, 32 bytes.
         count: Numbers of a device.
         width: Bytes of a number, 4 to 8.
+        label: Distinguishes the pair masks of further sums over the same devices, 32 bytes; empty for the first sum.
     """
 
     sid: bytes
     count: int
     width: int
+    label: bytes = b""
 
     def mask_secret(self, mask_seed: bytes) -> bytes:
         """Returns the X25519 secret of a device's pair masks, from its 31-byte mask seed."""
@@ -54,6 +56,6 @@ class Masks:
             WireError: The neighbour's public key is not one of X25519.
         """
         lower, higher = (public, other_public) if index < other else (other_public, public)
-        key = hkdf(agree(secret, other_public), self.sid, tag("pair mask") + lower + higher)
+        key = hkdf(agree(secret, other_public), self.sid, tag("pair mask") + self.label + lower + higher)
         numbers = mask(key, self.count, self.width)
         return numbers if index < other else np.negative(numbers)

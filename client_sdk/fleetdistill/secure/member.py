@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from fleetdistill.errors import PeerError, WireError
 from fleetdistill.secure.masks import Masks
@@ -100,6 +101,34 @@ class Member:
             theirs = KeysEntry.read(entries[other]).mask_key
             with _sent_by(other):
                 total += self._masks.of_pair(index, self._mask_secret, self._mask_key, other, theirs)
+        return reduce(total, self._width)
+
+    def masked_further(
+        self, index: int, entries: Mapping[int, bytes], members: frozenset[int], numbers: Numbers, label: bytes
+    ) -> Numbers:
+        """Returns numbers of a further sum, with a mask for each pair of this device and a member of the first sum.
+
+        Nobody can take these masks away but all members together: they cancel if the numbers of all come in, and no
+        secret of a member's masks has been shared with the server. Of fewer, the server learns nothing.
+
+        Args:
+            index: Of this device.
+            entries: Keys of the neighbours.
+            members: Indices of the devices whose numbers are in the first sum.
+            numbers: `[e]` uint64, modulo 2^(8 width).
+            label: `Masks.label` of the sum, 32 bytes, never used for other numbers.
+
+        Raises:
+            WireError: This device is not among the members.
+            PeerError: A neighbour's key cannot be used.
+        """
+        if index not in members:
+            raise WireError("this device is asked for numbers of a sum that it is not in")
+        masks, total = replace(self._masks, count=len(numbers), label=label), numbers.copy()
+        for other in sorted(members & entries.keys()):
+            theirs = KeysEntry.read(entries[other]).mask_key
+            with _sent_by(other):
+                total += masks.of_pair(index, self._mask_secret, self._mask_key, other, theirs)
         return reduce(total, self._width)
 
     def unmasking_shares(

@@ -26,7 +26,7 @@ try:
 except ImportError as error:
     raise ConfigurationError("secure sums need the package cryptography: pip install 'fleetdistill[tls]'") from error
 
-__all__ = ["Numbers", "from_bytes", "lift", "to_bytes", "verification_key", "wrap"]
+__all__ = ["Numbers", "from_bytes", "lift", "reduce", "to_bytes", "verification_key", "wrap"]
 
 Numbers = NDArray[np.uint64]
 """Numbers modulo 2^(8 width)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -34,7 +34,17 @@ from fleetdistill_lab.audit.knowledge import by_features, by_statistics, by_sums
 from fleetdistill_lab.audit.linkage import Linkage, Scored, known_shares, linkage
 from fleetdistill_lab.audit.networks import by_discriminator, by_gradients, by_parameters
 from fleetdistill_lab.audit.public_set import PublicSet, split_public
-from fleetdistill_lab.audit.record import Attacker, DeviceSum, Message, Part, Record, Rows, Scores, sums_of
+from fleetdistill_lab.audit.record import (
+    Attacker,
+    DeviceSum,
+    Message,
+    Part,
+    Record,
+    Rows,
+    Scores,
+    gradients_of,
+    sums_of,
+)
 from fleetdistill_lab.simulation.checks import check_plan, check_settings
 from fleetdistill_lab.simulation.data.datasets import Dataset
 from fleetdistill_lab.simulation.links.links import run_over_memory
@@ -181,7 +191,7 @@ class Recorded:
 
     def known_of(self, device: str) -> list[Message]:
         """Returns what the server has of a device: its messages, and the secure sum that contains it."""
-        return [*self.record.of(device), *(one.as_message() for one in self.sums if device in one.devices)]
+        return [*self.record.of(device), *(one.as_messages()[0] for one in self.sums if device in one.devices)]
 
 
 def audit(wanted: Audit) -> AuditReport:
@@ -214,8 +224,10 @@ def record_run(wanted: Audit, public: PublicSet) -> Recorded:
             spec.name: Rows(data.train_images[of], data.train_labels[of])
             for spec, of in zip(specs, split.indices, strict=True)
         }
+        method = build_method(config)
         sums = sums_of(state) if config.method_config().sums_securely else []
-        return Recorded(record, rows, build_method(config), config, sums)
+        sums = [replace(one, gradients=tuple(gradients_of(one.devices, record, method))) for one in sums]
+        return Recorded(record, rows, method, config, sums)
 
 
 def simulation_of(wanted: Audit, fleet: Dataset) -> Simulation:
@@ -257,10 +269,10 @@ def report(wanted: Audit, public: PublicSet, recorded: Recorded) -> AuditReport:
     )
     ends = np.cumsum([len(rows) for rows in attacked.values()])
     own = dict(zip(attacked, np.split(np.arange(ends[-1]), ends[:-1]), strict=True))
-    summed = [one.as_message() for one in recorded.sums]
+    summed = [one.as_messages() for one in recorded.sums]
     sources = [(recorded.record.of(device), rows) for device, rows in own.items()]
-    for one, message in zip(recorded.sums, summed, strict=True):
-        sources.append(([message], np.concatenate([own[device] for device in one.devices])))
+    for one, messages in zip(recorded.sums, summed, strict=True):
+        sources.append((messages, np.concatenate([own[device] for device in one.devices])))
     attacker, result = Attacker(recorded.method, public.attacker), dict[Part, list[Scored]]()
     for messages, members in sources:
         for part, scores in attack(messages, attacker, everything).items():
@@ -273,10 +285,10 @@ def report(wanted: Audit, public: PublicSet, recorded: Recorded) -> AuditReport:
         trained_rows=sum(len(rows) for rows in recorded.rows.values()),
         attacked_rows=int(ends[-1]),
         decoys=int(public.decoys.labels.bincount()[everything.labels[: ends[-1]]].min()),
-        parts=_by_part(result, [*recorded.record.messages, *summed]),
+        parts=_by_part(result, [*recorded.record.messages, *(message for messages in summed for message in messages)]),
         classes=_classes(recorded),
         smallest_batch=smallest_batch(recorded.record.messages),
-        mu=max_mu(summed or recorded.record.messages),
+        mu=max_mu([messages[0] for messages in summed] or recorded.record.messages),
         sums=tuple(len(one.devices) for one in recorded.sums),
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.linalg import solve_triangular
 
-from fleetdistill.knowledge import Array, HeadGradient, LinearHead, SharedStatistics
+from fleetdistill.knowledge import Array, ClassSums, HeadGradient, LinearHead, SharedStatistics
 from fleetdistill.methods.classstats.refined_head import from_wire
 from fleetdistill_lab.audit.knowledge import PublicMoments, features_of
 from fleetdistill_lab.audit.record import Attacker, Message, Part, Rows, Scores
@@ -151,14 +151,18 @@ class _Usual:
 
 
 def _class_sums(messages: Sequence[Message], head: LinearHead, classes: int) -> tuple[Array, Array]:
-    """Returns the sums of x over a device's rows of each class, `[C, D + 1]`, and the rows of each class, as sent."""
-    sums, counts = np.zeros((classes, len(head.mean) + 1)), np.zeros(classes)
+    """Returns the sums of x over the rows of each class, `[C, D + 1]`, and their number, of a device or a sum."""
+    sums, counts, centre = np.zeros((classes, len(head.mean) + 1)), np.zeros(classes), head.mean.astype(np.float64)
     for message in messages:
         for part in message.sent.values():
             if isinstance(part, SharedStatistics) and part.means is not None and part.counts is not None:
                 counts[list(part.labels)] = part.counts
-                sums[list(part.labels), :-1] = part.means.astype(np.float64) - head.mean.astype(np.float64)
+                sums[list(part.labels), :-1] = part.means.astype(np.float64) - centre
                 sums[list(part.labels), -1] = 1.0
+            elif isinstance(part, ClassSums) and part.mu == 0:
+                counts = np.rint(part.counts.astype(np.float64))
+                sums[counts > 0, :-1] = part.sums[counts > 0] / counts[counts > 0, None] - centre
+                sums[counts > 0, -1] = 1.0
     return sums * counts[:, None], counts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -11,8 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fleetdistill.knowledge import ClassSums, Kind, Parts
+from fleetdistill.knowledge import ClassSums, HeadGradient, Kind, LinearHead, Parts, SecureMessage
 from fleetdistill.link.base import Link
+from fleetdistill.methods.classstats.exchange import REFINE
+from fleetdistill.methods.classstats_secure.encoding import gradient_of_sum
+from fleetdistill.secure.primitives import from_bytes, lift, reduce
 from fleetdistill.wire.codec import decode
 from fleetdistill.wire.digests import identity
 from fleetdistill.wire.payload import AnyChunk
@@ -57,15 +60,24 @@ class DeviceSum:
     Attributes:
         devices: Ids of the devices in the sum.
         part: Counts, sums and second moment of all their rows; `mu` is that of the sum's noise, 0 without noise.
+        gradients: Heads, and the sums of the devices' gradients at them.
     """
 
     devices: tuple[str, ...]
     part: ClassSums
+    gradients: tuple[tuple[LinearHead, HeadGradient], ...] = ()
 
-    def as_message(self) -> Message:
-        """Returns the sum as a message of all its devices together, for attacks on messages."""
+    def as_messages(self) -> list[Message]:
+        """Returns the sums as messages of all their devices together, for attacks on messages."""
         name = f"sum of {len(self.devices)} devices"
-        return Message(device=name, round=0, step="sum", seed=0, received={}, sent={name: self.part})
+        summed = Message(device=name, round=0, step="sum", seed=0, received={}, sent={name: self.part})
+        return [
+            summed,
+            *(
+                Message(device=name, round=0, step=REFINE, seed=0, received={"head": head}, sent={name: gradient})
+                for head, gradient in self.gradients
+            ),
+        ]
 
 
 def sums_of(state: Mapping[str, Any]) -> list[DeviceSum]:
@@ -78,6 +90,21 @@ def sums_of(state: Mapping[str, Any]) -> list[DeviceSum]:
         arrays = {item: part[item].numpy() for item in ("counts", "sums", "second_moment")}
         result.append(DeviceSum(tuple(members[name]), ClassSums(**arrays, mu=part["mu"], discrete=part["discrete"])))
     return result
+
+
+def gradients_of(
+    devices: Sequence[str], record: Record, method: ServerMethod
+) -> Iterator[tuple[LinearHead, HeadGradient]]:
+    """Yields the heads at which all devices of a sum have sent their masked gradients, and the sums of these."""
+    masked = [[message for message in record.of(device) if message.step == REFINE] for device in devices]
+    parameters = method.config.parameters_for(len(devices), method.context.classes, method.sizes().features)
+    for messages in zip(*masked, strict=False):
+        parts = [part for message in messages for part in message.sent.values() if isinstance(part, SecureMessage)]
+        numbers = [from_bytes(part.gradient.tobytes(), parameters.width) for part in parts if part.gradient is not None]
+        head = messages[0].received["head"]
+        assert isinstance(head, LinearHead)
+        total = reduce(np.sum(numbers, axis=0, dtype=np.uint64), parameters.width)
+        yield head, gradient_of_sum(lift(total, parameters.width), parameters)
 
 
 @dataclass

@@ -54,7 +54,8 @@ def test_devices_sum_gradients_between_statistics_and_space():
     assert space_of(played).is_refined
     assert played.figures["refined_loss"] > 0
     assert re.fullmatch(
-        "the head is refined by the gradients of 3 devices; .* by -[0-9.]+%", dict(played.events)["head-refined"]
+        "the head is refined by 5 sums of the gradients of 3 devices; .* by -[0-9.]+%",
+        dict(played.events)["head-refined"],
     )
     heads = [parts["head"] for step, name, parts in played.asked if (step, name) == ("refine", "a")]
     weights = {head.weights.tobytes() for head in heads if isinstance(head, LinearHead) and head.labels == [0, 1, 2, 3]}

@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from methods.classstats_secure.session_settings import LIMITED_SUM, PRIVATE_SUM
 
 from fleetdistill.errors import ConfigurationError, KnowledgeError
+from fleetdistill.knowledge import HeadGradient
 from fleetdistill.methods.classstats.shared_statistics import from_wire, merge, moments_of, to_wire
 from fleetdistill.methods.classstats_private.sums import unit_rows
 from fleetdistill.methods.classstats_secure.encoding import (
     bits_needed,
     decode,
     exact_numbers,
+    gradient_numbers,
+    gradient_of_sum,
     limited_numbers,
     moments_of_sums,
     rows_on_grid,
@@ -176,6 +179,41 @@ def test_small_classes_are_left_out_of_a_limited_part():
     assert found == limited(B[2:], LABELS_B[2:]).tolist()
     assert found[:2] == [0, 3]
     assert not limited(B, LABELS_B, min_samples=4).any()
+
+
+# --- gradients
+
+
+def a_gradient(seed: int, rows: int, scale: float = 1.0) -> HeadGradient:
+    generator = np.random.default_rng(seed)
+    shape = (LIMITED_SUM.classes, LIMITED_SUM.dimensions + 1)
+    return HeadGradient(gradient=generator.normal(size=shape), scale=scale, loss=2.5 * rows, rows=rows)
+
+
+@given(seeds=st.lists(st.integers(0, 1000), min_size=1, max_size=6), log_scale=st.integers(-3, 5))
+def test_summed_gradients_are_the_sum_of_the_gradients(seeds, log_scale):
+    """Each device rounds to half a step of 4^-g at most; rows are exact."""
+    sent = [a_gradient(seed, rows=1000 + seed, scale=2.0**log_scale) for seed in seeds]
+    found = gradient_of_sum(np.sum([gradient_numbers(one, LIMITED_SUM) for one in sent], axis=0), LIMITED_SUM)
+    exact = np.sum([one.gradient * one.scale for one in sent], axis=0)
+    half_steps = len(sent) * 0.5 / 4.0**LIMITED_SUM.grid_bits
+    assert np.abs(found.gradient * found.scale - exact).max() <= half_steps * (1 + 1e-9)
+    assert abs(found.loss - sum(one.loss for one in sent)) <= half_steps
+    assert found.rows == sum(one.rows for one in sent)
+
+
+def test_hand_worked_numbers_of_a_gradient():
+    parameters = replace(LIMITED_SUM, classes=2, dimensions=1, grid_bits=2, clip_bits=1)
+    sent = HeadGradient(gradient=np.array([[0.5, -0.25], [3.0, -9.0]]), scale=2.0, loss=4.03, rows=3)
+    assert gradient_numbers(sent, parameters).tolist() == [16, -8, 96, -192, 64, 3]  # at most 3 rows of 4
+
+
+def test_no_gradient_exceeds_what_its_rows_may_have():
+    sent = HeadGradient(gradient=np.full((2, 2), 1e30), scale=1.0, loss=1e30, rows=2**14)
+    parameters = replace(LIMITED_SUM, classes=2, dimensions=1)
+    numbers = gradient_numbers(sent, parameters)
+    largest = 2**14 * 4 ** (parameters.clip_bits + parameters.grid_bits)
+    assert numbers.tolist() == [largest] * 5 + [2**14]
 
 
 # --- widths

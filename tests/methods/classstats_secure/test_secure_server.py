@@ -11,83 +11,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from methods.classstats.class_statistics_fleet import CPU, SHAPE
+from methods.classstats_secure.sum_fleet import (
+    CLASSES,
+    ROWS,
+    SUMMED,
+    accuracy,
+    config_of,
+    devices,
+    images,
+    make_server,
+    members_of,
+)
 from support.wire_samples import make_contract
 
 from fleetdistill.errors import ConfigurationError, QuorumNotReached, RefusedError, RunError
 from fleetdistill.knowledge import SecureMessage
-from fleetdistill.methods import config_class, device_class
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local
+from fleetdistill.methods.base import Answer, Ask
 from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, SHARES, STEPS, UNMASK
-from fleetdistill.models import build_model
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData
-from fleetdistill.training.model import check_local_model
 from fleetdistill.wire.codec import encode
 from fleetdistill.wire.payload import chunks
 from fleetdistill.wire.v1 import contract_pb2
-from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.figures import sums_of
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.methods import server_class
-from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import declared_parts
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.testing import FakeCohort, play
-
-CLASSES, ROWS = 4, 120
-
-
-SUMMED = "classstats_summed"
-
-
-def config_of(method: str = "classstats_secure", **settings: Any) -> Any:
-    noise = {"epsilon": 5.0} if method == "classstats_secure" else {}
-    return config_class(method).from_settings({"dimensions": 16} | noise | settings)
-
-
-def make_server(method: str = "classstats_secure", **settings: Any) -> Any:
-    context = MethodContext(classes=CLASSES, input_shape=SHAPE, models=ModelSection(), torch_device=CPU, seed=3)
-    return server_class(method)(config_of(method, **settings), context)
-
-
-def images(seed: int, rows: int = ROWS) -> TensorData:
-    """Grey images whose classes are bright bars at different places."""
-    random = torch.Generator().manual_seed(seed)
-    labels = torch.arange(rows) % CLASSES
-    inputs = 0.3 * torch.rand(rows, *SHAPE, generator=random)
-    for label in range(CLASSES):
-        inputs[labels == label, :, 2 * label : 2 * label + 2, :] += 0.7
-    return TensorData(inputs, labels)
-
-
-def devices(names: str = "abcde", rows: int = ROWS, method: str = "classstats_secure", **settings: Any) -> Any:
-    model = build_model("digits_linear", classes=CLASSES)
-    return {
-        name: device_class(method)(
-            config_of(method, **settings),
-            Local(
-                model=model,
-                taps=check_local_model(model),
-                data=images(ord(name), rows),
-                classes=CLASSES,
-                torch_device=CPU,
-            ),
-        )
-        for name in names
-    }
-
-
-def accuracy(half: DeviceMethod, variant: str = "general") -> float:
-    data = images(1)
-    return float((half.variants()[variant].eval()(data.inputs).argmax(dim=1) == data.labels).float().mean())
-
-
-def members_of(server: ServerMethod) -> dict[str, str]:
-    members: dict[str, str] = server.state_dict()["members"]
-    return members
-
 
 # --- one sum
 

@@ -105,9 +105,9 @@ class ClassStatsConfig(SpaceConfig):
             single rows.
         min_samples: n_min, minimum number of samples of a class that a device sends, at least 2.
         shrinkage: s, weight of the diagonal in the merged covariance, in [0, 1); or `rule`, D / (4 df) in [0.05, 0.5].
-        refine: `off`, or `gradients`: after a merge the devices sum gradients in further exchanges, towards a softmax
-            head; if the first step hardly lowers the loss, they get the closed form. The sums reveal more of single
-            rows.
+        refine: `off`; `gradients`: after a merge the devices sum gradients in further exchanges, towards a softmax
+            head; if the first step hardly lowers the loss, they get the closed form; or `auto`: `gradients` if the
+            method sums them securely, else `off`, because one device's sums reveal more of its rows.
         refine_steps: R, number of these exchanges, in [2, 20].
     """
 
@@ -131,7 +131,7 @@ class ClassStatsConfig(SpaceConfig):
         self._check_refine()
 
     def _check_refine(self) -> None:
-        check_choice("refine", self.refine, ("off", "gradients"))
+        check_choice("refine", self.refine, ("off", "gradients", "auto"))
         check_range("refine_steps", self.refine_steps, 2, _MAX_REFINE_STEPS + 1)
         if not self.refines:
             return
@@ -149,7 +149,7 @@ class ClassStatsConfig(SpaceConfig):
     @property
     def refines(self) -> bool:
         """Whether devices sum gradients."""
-        return self.refine != "off"
+        return self.refine == "gradients" or (self.refine == "auto" and self.sums_securely)
 
     def _check_shrinkage(self) -> None:
         if isinstance(self.shrinkage, str):
@@ -165,7 +165,7 @@ class ClassStatsConfig(SpaceConfig):
                 f"class statistics with a direction for every {self.rows_per_direction} samples leave, fewer than "
                 f"{_ANONYMOUS_ROWS}; the server can recognise single samples in them"
             )
-        if self.refines:
+        if self.refines and not self.sums_securely:
             texts.append(
                 f"{self.refine_steps} sums of gradients leave besides class statistics; the server recognises more "
                 "single samples with them"

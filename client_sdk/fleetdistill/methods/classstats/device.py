@@ -21,7 +21,7 @@ from fleetdistill.knowledge import GENERAL, OWN, PERSONAL
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers
 from fleetdistill.methods.classstats.class_space import coordinates, pack_space, unpack_space
 from fleetdistill.methods.classstats.config import SCATTERING, ClassStatsConfig, SpaceConfig
-from fleetdistill.methods.classstats.exchange import DeviceStatistics, SentStatistics, check_images
+from fleetdistill.methods.classstats.exchange import REFINE, DeviceStatistics, SentStatistics, check_images
 from fleetdistill.methods.classstats.fixed_features import FixedFeatures, fixed_features, usual_extractor
 from fleetdistill.methods.classstats.space_model import ChosenPredictor, ClosedForm, SpaceModel, make_predictor
 from fleetdistill.methods.classstats.space_training import teach_network, train_predictor
@@ -144,7 +144,7 @@ class RefiningDevice(ClassStatsDevice):
     config: ClassStatsConfig
     own: SentStatistics
 
-    @answers("refine")
+    @answers(REFINE)
     def refine(self, ask: Ask) -> Answer:
         """Sends sums of the gradient at the server's head; see `SentStatistics.refine`."""
         return self.own.refine(ask)

@@ -20,6 +20,11 @@ from fleetdistill.methods.classstats.refined_head import gradient_sum
 from fleetdistill.methods.classstats.refined_head import to_wire as gradient_to_wire
 from fleetdistill.methods.classstats.shared_statistics import Moments, moments_of, to_wire
 
+__all__ = ["REFINE"]
+
+REFINE = "refine"
+"""Step in which a device sums the gradient of a refined head."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpacePlan:
@@ -272,7 +277,7 @@ class SentStatistics(DeviceStatistics):
 
         Raises:
             WireError: The run has no refined head, or the head does not fit the run.
-            CannotAnswer: No row of this device is in the merge.
+            CannotAnswer: No row of this device is in the merge, unless its sums are masked, which must not show it.
         """
         if not self._config.refines:
             raise WireError(f"step {ask.step!r}: the run has no refined head{_FAULTY}")
@@ -281,7 +286,7 @@ class SentStatistics(DeviceStatistics):
         if not isinstance(left_out, list):
             raise WireError(f"step {ask.step!r}: the plan's left_out is {left_out!r}, expected a list of classes")
         summed = gradient_sum(head, self.rows, self.labels, set(self.moments.labels) - set(left_out))  # line gradient
-        if not summed.rows:
+        if not (summed.rows or self._config.sums_securely):
             raise CannotAnswer(f"step {ask.step!r}: no row of this device is in the merge")
         parts = {"gradient": gradient_to_wire(summed, head, self._classes)}
         return Answer(parts=parts, samples=len(self.labels))

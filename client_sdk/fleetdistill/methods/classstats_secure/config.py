@@ -236,5 +236,3 @@ class ClassStatsSummedConfig(ClassStatsConfig, SumSettings):
         self._check_keys()
         ClassStatsConfig.__post_init__(self)
         self._check_sums()
-        if self.refines:
-            raise ConfigurationError(f"refine must be 'off', got {self.refine!r}: gradients are not summed securely")

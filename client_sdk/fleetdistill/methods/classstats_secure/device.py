@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetdistill.methods.base import Answer, Ask, answers
-from fleetdistill.methods.classstats.device import ClassStatsDevice
+from fleetdistill.methods.classstats.device import ClassStatsDevice, RefiningDevice
 from fleetdistill.methods.classstats_private.device import ClassStatsPrivateDevice
 from fleetdistill.methods.classstats_secure.config import ClassStatsSecureConfig, ClassStatsSummedConfig
 from fleetdistill.methods.classstats_secure.exchange import STEPS, SecureStatistics, SummedStatistics
@@ -25,8 +25,9 @@ class ClassStatsSecureDevice(SumDevice, ClassStatsPrivateDevice):
     statistics = SecureStatistics
 
 
-class ClassStatsSummedDevice(SumDevice):
-    """Device half of classstats_summed: the sum has no noise."""
+class ClassStatsSummedDevice(SumDevice, RefiningDevice):
+    """Device half of classstats_summed: the sum has no noise. The device itself masks the sums of gradients, too."""
 
     config: ClassStatsSummedConfig
+    own: SummedStatistics
     statistics = SummedStatistics

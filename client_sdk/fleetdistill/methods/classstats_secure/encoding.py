@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from fleetdistill.errors import ConfigurationError, KnowledgeError
-from fleetdistill.knowledge import Array
+from fleetdistill.knowledge import Array, HeadGradient
 from fleetdistill.methods.classstats.shared_statistics import Moments, from_wire, moments_of, to_wire
 from fleetdistill.methods.classstats_private.sums import RowSums, unit_rows
 from fleetdistill.methods.classstats_secure.noise import local_variances, noise_bound
@@ -20,6 +20,8 @@ from fleetdistill.secure.session import PRIVATE, Parameters
 __all__ = [
     "decode",
     "exact_numbers",
+    "gradient_numbers",
+    "gradient_of_sum",
     "limited_numbers",
     "moments_of_sums",
     "rows_in_steps",
@@ -141,6 +143,32 @@ def limited_numbers(
         sent = from_wire(to_wire(moments_of(steps_nd / 2.0**grid_bits, labels_n), rank, rows_per_direction))
         moment_dd += sent.df * 4.0**grid_bits * sent.covariance
     return _joined(counts_c, sums_cd, np.rint(moment_dd).astype(np.int64))
+
+
+def gradient_numbers(sent: HeadGradient, parameters: Parameters) -> Array:
+    """Returns a device's sums of the gradient in steps of 4^-g, like its second moment, and its number of rows.
+
+    Gradient and loss are limited to 4^clip_bits a row, which no row within the clip exceeds, so that the sum over
+    devices fits the width.
+
+    Args:
+        sent: The sums, unrounded, `[C, D + 1]`.
+        parameters: Of the session, without noise.
+
+    Returns:
+        `[C (D + 1) + 2]` int64: the gradient by rows, the loss, the rows.
+    """
+    largest = sent.rows * 4.0**parameters.clip_bits
+    values = np.append(sent.gradient.astype(np.float64).ravel() * sent.scale, sent.loss)
+    steps = np.rint(np.clip(values, -largest, largest) * 4.0**parameters.grid_bits).astype(np.int64)
+    return np.append(steps, sent.rows)
+
+
+def gradient_of_sum(total: Array, parameters: Parameters) -> HeadGradient:
+    """Returns the sums of the gradient over devices; see `gradient_numbers`."""
+    values = total[:-1] / 4.0**parameters.grid_bits
+    gradient = values[:-1].reshape(parameters.classes, parameters.dimensions + 1)
+    return HeadGradient(gradient=gradient, scale=1.0, loss=float(values[-1]), rows=int(total[-1]))
 
 
 def _counts_and_sums(steps_nd: Array, labels_n: Array, classes: int) -> tuple[Array, Array]:

@@ -654,6 +654,7 @@ class SecureMessage(_message.Message):
     NUMBERS_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
     SHARES_FIELD_NUMBER: _builtins.int
+    GRADIENT_FIELD_NUMBER: _builtins.int
     parameters: _builtins.bytes
     """From the server, step secure_keys: the sum's parameters, 44 bytes."""
     nonce: _builtins.bytes
@@ -699,6 +700,12 @@ class SecureMessage(_message.Message):
         of a device in the sum, and of the mask key of a device that is not.
         """
 
+    @_builtins.property
+    def gradient(self) -> _tensor_pb2.Tensor:
+        """From the device, step refine: [(classes * (dimensions + 1) + 2) * width] uint8, the masked sums of the gradient, the
+        loss and the number of rows.
+        """
+
     def __init__(
         self,
         *,
@@ -713,10 +720,11 @@ class SecureMessage(_message.Message):
         numbers: _tensor_pb2.Tensor | None = ...,
         signature: _tensor_pb2.Tensor | None = ...,
         shares: _tensor_pb2.Tensor | None = ...,
+        gradient: _tensor_pb2.Tensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "keys", b"keys", "numbers", b"numbers", "shares", b"shares", "signature", b"signature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "gradient", b"gradient", "keys", b"keys", "numbers", b"numbers", "shares", b"shares", "signature", b"signature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "devices", b"devices", "entries", b"entries", "keys", b"keys", "members", b"members", "nonce", b"nonce", "numbers", b"numbers", "parameters", b"parameters", "roster", b"roster", "shares", b"shares", "signature", b"signature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "devices", b"devices", "entries", b"entries", "gradient", b"gradient", "keys", b"keys", "members", b"members", "nonce", b"nonce", "numbers", b"numbers", "parameters", b"parameters", "roster", b"roster", "shares", b"shares", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -71,6 +71,7 @@ class SumServer(ClassStatsServer):
     def __init__(self, config: SumSettings, context: Any) -> None:
         super().__init__(config, context)
         self._members: dict[str, str] = {}  # the sum that contains a device
+        self._made: dict[str, Parameters] = {}  # the sums of this round
 
     # --- declarations
 
@@ -111,6 +112,7 @@ class SumServer(ClassStatsServer):
 
         If none of the first sums is made, the round is short; later, the other devices get the class space without it.
         """
+        self._made = {}
         lacking = [device for device in asked if device not in self._members and self.deliveries.is_askable(device)]
         failure, is_new = None, False
         groups = self._groups(lacking, cohort)
@@ -184,7 +186,7 @@ class SumServer(ClassStatsServer):
             notes.event("implausible-sum", f"the sum of {len(result.devices)} devices is thrown away: {reason}")
             raise SecureSumError(reason)
         devices, name = len(result.devices), f"sum {result.sid.hex()[:16]}"
-        self._parts[name] = (self.part_of(sums, parameters, devices), "")
+        self._parts[name], self._made[name] = (self.part_of(sums, parameters, devices), ""), parameters
         self._members |= dict.fromkeys(result.devices, name)
         text = f"the sum of {devices} devices{which} is made in {made.seconds:.1f} s, without knowing one device's part"
         text += f"; {made.shares} of them gave shares, {made.threshold} were needed"
