@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.methods import METHODS, config_class
 from fleetdistill.privacy.accountant import discrete_mu_for
 from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.report.report import privacy_lines, report_title
@@ -22,6 +23,7 @@ from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.runs import run
 
 SENTENCE = "each row of each device is (8, 1e-5)-private against the server"
+SUMMING = [method for method in METHODS if config_class(method).sums_securely]
 FLEET = Simulation(
     method="classstats_private",
     settings={"dimensions": 32, "epsilon": 8.0},
@@ -68,13 +70,14 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
 
 
 @pytest.mark.parametrize("keys", ["certificates", "roster"])
+@pytest.mark.parametrize("method", SUMMING)
 @pytest.mark.parametrize("link", ["memory", pytest.param("grpc", marks=[pytest.mark.slow, pytest.mark.long])])
-def test_simulated_devices_have_what_vouches_for_keys(tmp_path, link, keys):
+def test_simulated_devices_have_what_vouches_for_keys(tmp_path, link, method, keys):
     key = (
         {"roster_key": "ab" * 32} if keys == "roster" else {}
     )  # of the operator's roster; simulated devices have another
-    settings = {**FLEET.settings, "keys": keys, **key}
-    report = simulate(replace(FLEET, method="classstats_secure", settings=settings, link=link, out=tmp_path))
+    noise = FLEET.settings if method == "classstats_secure" else {}
+    report = simulate(replace(FLEET, method=method, settings={**noise, "keys": keys, **key}, link=link, out=tmp_path))
     assert (report.mean_accuracy_fleet or 0.0) > 0.8
     with closing(Store.open(tmp_path / "work" / "store")) as store:
         (event,) = store.history.events("simulation", "secure-sum")

@@ -172,8 +172,8 @@ def make_device(
 
 def _terms(spec: DeviceSpec) -> SecureTerms | None:
     if spec.keys == CERTIFICATES:
-        return SecureTerms(min_devices=3, keys=CERTIFICATES)
-    return SecureTerms(min_devices=3, signer=_signer(spec)) if spec.keys == ROSTER else None
+        return SecureTerms(min_devices=3, keys=CERTIFICATES, without_noise=True)
+    return SecureTerms(min_devices=3, signer=_signer(spec), without_noise=True) if spec.keys == ROSTER else None
 
 
 def _enrol(spec: DeviceSpec, files: Files) -> None:

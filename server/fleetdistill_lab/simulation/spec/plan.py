@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fleetdistill.knowledge import ModelParameters
-from fleetdistill.methods.classstats_secure.config import CERTIFICATES, ClassStatsSecureConfig
+from fleetdistill.methods.classstats_secure.config import CERTIFICATES, SumSettings
 from fleetdistill.models import PREDICTORS, build_model, path_of
 from fleetdistill.training.model import parameter_count
 from fleetdistill_lab.simulation.data.datasets import Dataset, stratified_rows
@@ -191,7 +191,7 @@ def make_specs(
     own_test_files = _slices(work / "test.npz", own_tests or [0] * wanted.devices)
     torch_device = str(pick_torch_device(wanted.torch_device))
     configuration = wanted.configuration()
-    keys = configuration.keys if isinstance(configuration, ClassStatsSecureConfig) else ""
+    keys = configuration.keys if isinstance(configuration, SumSettings) else ""
     specs: list[DeviceSpec] = []
     for number, (data_file, validation_file) in enumerate(zip(data_files, held_out_files, strict=True)):
         name = f"device-{number:0{len(str(wanted.devices - 1))}d}"
