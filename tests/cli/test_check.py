@@ -84,10 +84,23 @@ def test_a_file_that_is_right_is_told_in_a_few_lines(tmp_path: Path) -> None:
     path = write(tmp_path, run_rounds=3, evaluation_data=evaluation_file(tmp_path, (20, 1, 8, 8)))
     code, said = check(path)
     assert code == 0
-    assert said[:3] == [f"{path} can be served", "run 'digits': new", "feddkc, 3 rounds, at least 2 devices a round"]
-    assert said[3].startswith("server half: ")
-    assert said[3].endswith("proxy set: none, evaluation: 20 samples")
-    assert said[4:] == [f"listens on 127.0.0.1:0 (plain text), store {tmp_path / 'store'}"]
+    assert said[:4] == [
+        f"{path} can be served",
+        "run 'digits': new",
+        "not allowed by apps by default: features, logits, labels; to allow it, set Device(allow=["
+        '"class_statistics", "counts", "metrics", "features", "logits", "labels"])',
+        "feddkc, 3 rounds, at least 2 devices a round",
+    ]
+    assert said[4].startswith("server half: ")
+    assert said[4].endswith("proxy set: none, evaluation: 20 samples")
+    assert said[5:] == [f"listens on 127.0.0.1:0 (plain text), store {tmp_path / 'store'}"]
+
+
+@pytest.mark.parametrize(("refine", "told"), [("off", False), ("auto", False), ("gradients", True)])
+def test_what_apps_must_allow_is_told(tmp_path: Path, refine: str, told: bool) -> None:
+    code, said = check(write(tmp_path, run_method="classstats", run_rounds=1, method_refine=refine))
+    assert code == 0, said
+    assert any(line.startswith("not allowed by apps by default: gradients; to allow it") for line in said) == told
     assert not (tmp_path / "store").exists()
 
 

@@ -52,10 +52,11 @@ def test_waiting_for_the_end_of_a_run_that_has_none_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("options", [[], ["--check"]])
-def test_certificates_without_tls_are_refused(tmp_path: Path, options: list[str]) -> None:
+@pytest.mark.parametrize(("method", "epsilon"), [("classstats_secure", "epsilon = 3.0\n"), ("classstats_summed", "")])
+def test_certificates_without_tls_are_refused(tmp_path: Path, method: str, epsilon: str, options: list[str]) -> None:
     path = write_run(tmp_path, "127.0.0.1:0")
-    text = path.read_text().replace('name = "checks"', 'name = "checks"\nmethod = "classstats_secure"')
-    path.write_text(text + '[method]\nepsilon = 3.0\nkeys = "certificates"\n')
+    text = path.read_text().replace('name = "checks"', f'name = "checks"\nmethod = "{method}"')
+    path.write_text(text + f'[method]\n{epsilon}keys = "certificates"\n')
     done = CliRunner().invoke(app, ["serve", str(path), *options])
     assert done.exit_code == 1
     assert "[method] keys is 'certificates', but [server] pki is not set, so the devices have no" in done.output

@@ -16,9 +16,10 @@ from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
 from fleetdistill.link.grpc_link import is_loopback
 from fleetdistill.methods import config_class
 from fleetdistill.methods.classstats_private.merge import rows_needed
-from fleetdistill.methods.classstats_secure.config import CERTIFICATES, ClassStatsSecureConfig
+from fleetdistill.methods.classstats_secure.config import CERTIFICATES, SumSettings
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.models import MODELS, resolve
+from fleetdistill.wire.kind import DEFAULT_COLUMNS, allow_line
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.config.server_config import ServerSection, load_server_config
@@ -69,7 +70,7 @@ def check_security(server: ServerSection, insecure: bool) -> str:
 def check_certificates(config: RunConfig) -> None:
     """Raises ConfigurationError for a run that needs devices with certificates, on a server without TLS."""
     method = config.method_config()
-    if isinstance(method, ClassStatsSecureConfig) and method.keys == CERTIFICATES and config.server.tls() is None:
+    if isinstance(method, SumSettings) and method.keys == CERTIFICATES and config.server.tls() is None:
         raise ConfigurationError(
             "[method] keys is 'certificates', but [server] pki is not set, so the devices have no certificates. Create "
             "a PKI with `fleetdistill pki init` and set [server] pki, or set keys to 'roster' or 'unsigned'"
@@ -181,6 +182,7 @@ def summary(config: RunConfig) -> list[str]:
     }
     return [
         f"run {run.name!r}: {_progress(config)}",
+        *_allowed(config),
         *_privacy(config),
         *_secure_sums(config),
         *built.extractor,
@@ -195,6 +197,17 @@ def _listens(server: ServerSection) -> str:
     tls = server.tls()
     security = "plain text" if tls is None else f"TLS, devices enrol on {tls.enrol_listen}"
     return f"listens on {server.listen} ({security}), store {server.store}"
+
+
+def _allowed(config: RunConfig) -> list[str]:
+    """Returns what the devices' apps must allow besides the default; empty for nothing."""
+    from fleetdistill_server.methods import server_class  # imports torch
+
+    columns = server_class(config.run.method).columns(config.method_config())
+    further = [column for column in columns if column not in DEFAULT_COLUMNS]
+    if not further:
+        return []
+    return [f"not allowed by apps by default: {', '.join(further)}; {allow_line({*columns, *DEFAULT_COLUMNS})}"]
 
 
 def _privacy(config: RunConfig) -> list[str]:
