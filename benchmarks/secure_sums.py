@@ -198,7 +198,7 @@ def measured_sum(devices: int, keys: str, dropped: int) -> Costs:
     """Makes a sum, and returns its costs. Raises RuntimeError if it is not the plain sum."""
     config = ClassStatsSecureConfig(epsilon=1.0, keys=keys)
     parameters = config.parameters(CLASSES, DIMENSIONS, least=config.fewest(devices), honest=config.honest(devices))
-    digest = statistics_digest(CLASS_NAMES, SHAPE, config.features, "", b"")
+    digest = statistics_digest(CLASS_NAMES, SHAPE, config)
     names = [f"device-{index:04d}" for index in range(devices)]
     sid = session_id(RUN, 1, 1, NONCE, digest, parameters.pack())
     crowd, costs, outside = Crowd(names, config, parameters, sid, dropped), Costs(), 0.0

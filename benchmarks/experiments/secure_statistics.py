@@ -76,7 +76,7 @@ def made_sum(fleet: Sequence[PrivateRows], config: ClassStatsSecureConfig, param
     def ask(step: str, payload: PayloadFor, *, to: Sequence[str]) -> AsyncIterator[DeviceAnswer]:
         return cohort.ask(step, payload, to=to, quorum=0.0)
 
-    digest = statistics_digest(CLASS_NAMES, SHAPE, config.features, "", b"")
+    digest = statistics_digest(CLASS_NAMES, SHAPE, config)
     session = SumSession(cohort, ask, parameters, run=RUN, digest=digest, nonce=os.urandom(32))
     result = asyncio.run(session.sum(list(stores)))
     frozen = [SecureSessions(stores[name]).open() for name in result.devices]

@@ -21,6 +21,7 @@ def test_sums_are_right_or_stay_closed(tmp_path):
     assert any(not session.members for session in sessions)
     assert len({(session.keys, session.method) for session in sessions}) == 4
     assert any(session.members and session.graph == "ring" for session in sessions)
+    assert sum(session.gradients for session in sessions) > 1
     assert last_line(sessions).endswith("0 findings")
 
 

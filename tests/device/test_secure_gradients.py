@@ -93,6 +93,21 @@ def test_devices_that_were_shown_different_heads_give_no_sum(tmp_path):
     assert np.median(rest) > 2 ** (8 * fleet.parameters().width - 6)
 
 
+@pytest.mark.parametrize("keys", ["unsigned", "roster"])
+def test_a_server_cannot_leave_all_rows_but_one_devices_out(tmp_path, keys):
+    """It tells all others that their classes are not counted: masks of different lists do not cancel."""
+    fleet = fleet_of(tmp_path, keys=keys)
+    names = fleet.sum().devices
+    masked = [fleet.refine(name, head(), left_out=range(CLASSES if number else 0)) for number, name in enumerate(names)]
+    rest = np.abs(signed(fleet, masked) - plain(fleet, names[:1], head()))
+    assert np.median(rest) > 2 ** (8 * fleet.parameters().width - 6)
+    alike = fleet_of(tmp_path / "alike", keys=keys)
+    names = alike.sum().devices
+    found = signed(alike, [alike.refine(name, head(), left_out=[1]) for name in names])
+    parts = [gradient_numbers(alike.gradient(name, head(), [1]), alike.parameters()) for name in names]
+    assert found.tolist() == np.sum(parts, axis=0).tolist()
+
+
 # --- refusals
 
 

@@ -10,6 +10,7 @@ import re
 import shutil
 import struct
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -294,6 +295,58 @@ def test_a_device_holds_the_server_to_the_runs_settings(tmp_path, settings, chan
         fleet.sum(**change)
     assert all(says in text for text in fleet.refused.values()), fleet.refused
     assert fleet.sum(number=2).devices
+
+
+def test_a_rule_for_colluders_holds_for_the_devices_that_take_part(tmp_path):
+    """A tenth of 30 devices may add no noise, not of the 21 that suffice."""
+    fleet = SecureFleet(tmp_path, 30, keys="roster")
+    agreed = fleet.parameters()
+    assert (agreed.least, agreed.honest) == (21, 18)
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(honest=19)
+    assert {step for step, _ in fleet.refused} == {SHARES}
+    assert set(fleet.refused.values()) == {
+        "the sum counts on the noise of 19 of 21 devices; this device requires that 3 may add none"
+    }
+    assert len(fleet.sum(number=2).devices) == 30
+
+
+@METHODS
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config, contract: (dataclasses.replace(config, local_epochs=7), contract),
+        lambda config, contract: (config, changed_contract(contract, extractor_file=b"x" * 32)),
+        lambda config, contract: (config, changed_contract(contract, initial_weights=b"w" * 32)),
+        lambda config, contract: (config, changed_contract(contract, classes=["a", "b", "d"])),
+    ],
+)
+def test_devices_with_another_contract_are_in_no_sum(tmp_path, monkeypatch, method, change):
+    """Else a server that gives all but one device a contract in which no row counts would learn that one's part."""
+    fleet = SecureFleet(tmp_path, 5, method=method, keys="roster")
+    usual, other = (fleet.config, fleet.contract), change(fleet.config, fleet.contract)
+    real = fleet.answer
+
+    def answer(name, *arguments):
+        fleet.config, fleet.contract = usual if name == "device-3" else other
+        try:
+            return real(name, *arguments)
+        finally:
+            fleet.config, fleet.contract = usual
+
+    monkeypatch.setattr(fleet, "answer", answer)
+    with pytest.raises((QuorumNotReached, SecureSumError)):
+        fleet.sum()
+    assert not fleet.opened(fleet.sid)
+
+
+def changed_contract(contract: contract_pb2.Contract, **changes: Any) -> contract_pb2.Contract:
+    result = contract_pb2.Contract()
+    result.CopyFrom(contract)
+    for name in changes:
+        result.ClearField(name)  # type: ignore[arg-type]
+    result.MergeFrom(contract_pb2.Contract(**changes))
+    return result
 
 
 def test_two_rosters_end_in_refusals(tmp_path):
@@ -717,6 +770,30 @@ def test_a_short_sum_without_noise_is_repeated_if_believed(tmp_path):
     result = fleet.sum(number=2)
     assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names))
     assert all(root_of(fleet, name) != roots[name] for name in fleet.names)
+
+
+def test_a_sum_whose_shares_were_given_is_not_repeated(tmp_path):
+    """The server may have unmasked it: shares that it says it lacks may have come late."""
+    fleet = SecureFleet(tmp_path, 5, method=SUMMED, min_in_sum=4)
+
+    def lose(step, name, message):
+        if step == UNMASK and name > "device-2":
+            raise CannotAnswer("lost")
+        return message
+
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(up=lose)
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(number=2)
+    text = "this device is in a sum of this run, or may be; without noise, a second one could show its part"
+    assert [reason for (step, _), reason in fleet.refused.items() if step == KEYS] == [text] * 5
+
+
+def test_a_second_sum_after_shares_were_given_is_charged(tmp_path):
+    fleet = SecureFleet(tmp_path, 5, budget=PrivacyBudget(20.0, 1e-5))
+    first = fleet.sum()
+    fleet.sum(number=2)
+    assert [len(releases(tmp_path / name)) for name in first.devices] == [2] * 5
 
 
 def test_a_short_sum_without_noise_is_not_believed_if_signed(tmp_path):

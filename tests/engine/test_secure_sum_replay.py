@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,11 @@ def wanted(keys: str) -> Simulation:
     )
 
 
+def summing(method: str) -> Simulation:
+    noise = {"epsilon": 20.0} if method == "classstats_secure" else {}
+    return replace(wanted("unsigned"), method=method, settings={**noise, "dimensions": 32}, devices=5)
+
+
 @dataclass
 class Fleet:
     """A store and devices with state directories; a device that dies is started again.
@@ -61,12 +66,13 @@ class Fleet:
 
     keys: str
     work: Path
+    simulation: Simulation | None = None
     store: Store = field(default_factory=Store.in_memory)
     frozen: dict[bytes, dict[str, bytes]] = field(default_factory=dict)
     deaths: int = 0
 
     def __post_init__(self) -> None:
-        self.config, self.specs, _ = prepare(wanted(self.keys), self.work)
+        self.config, self.specs, _ = prepare(self.simulation or wanted(self.keys), self.work)
         self.api = DeviceApi(self.store)
 
     def note_frozen(self) -> None:
@@ -164,6 +170,37 @@ def test_the_engine_may_die_at_every_step_of_a_sum(keys: str, tmp_path: Path) ->
         fleet.assert_right()
         assert len(fleet.frozen) == 1, "the sum goes on with the stored answers"
         fleet.store.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["classstats_secure", "classstats_summed"])
+def test_a_sum_is_kept_when_nobody_gets_the_class_space(method: str, tmp_path: Path) -> None:
+    """The round falls short after the sum, and one device does not come back: no second sum shows the difference."""
+    fleet = Fleet("unsigned", tmp_path / "work", summing(method))
+    run = fleet.config.run.model_copy(update={"deadline_seconds": 4.0, "max_short_rounds": 2})
+    fleet.config = fleet.config.model_copy(update={"run": run})
+    with devices_of(fleet) as devices:
+        drive = Drive(devices)
+
+        def leave() -> None:
+            fleet.note_frozen()
+            number = fleet.store.runs.open_number(RUN)
+            made = any(event.kind == "secure-sum" for event in fleet.store.history.events(RUN))
+            if number == 1:
+                drive.away = set(range(5)) if made else set()
+            else:
+                drive.away = {4} if made else set()
+
+        drive.on_wait = leave
+        run_engine(fleet.store, fleet.config, drive)
+    row = fleet.store.runs.get(RUN)
+    assert row is not None
+    assert row.status == "finished"
+    assert len(fleet.frozen) == 1, "no device has begun a second sum"
+    assert [event.round for event in fleet.store.history.events(RUN) if event.kind == "secure-sum"] == [1]
+    state: Any = unpack_state(fleet.store.blobs.get_state(row.checkpoint))
+    assert len(state["parts"]) == 1
+    assert len(state["members"]) == 5
 
 
 @pytest.mark.slow

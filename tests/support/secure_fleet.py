@@ -130,16 +130,16 @@ class SecureFleet:
         ask = Ask(round=number, step=step, seed=0, parts=decode(encode(parts)))
         return self.device(name).answer(Answer(parts=rows, samples=12), ask, self.contract, self.config).parts
 
-    def gradient(self, name: str, head: LinearHead) -> HeadGradient:
+    def gradient(self, name: str, head: LinearHead, left_out: Sequence[int] = ()) -> HeadGradient:
         """What a device would send of its gradient in clear."""
-        rows = self.rows(name)
-        return to_wire(gradient_sum(head, rows.rows, rows.labels, range(CLASSES)), head, CLASSES)
+        rows, counted = self.rows(name), set(range(CLASSES)) - set(left_out)
+        return to_wire(gradient_sum(head, rows.rows, rows.labels, counted), head, CLASSES)
 
-    def refine(self, name: str, head: LinearHead, number: int = 1) -> Any:
+    def refine(self, name: str, head: LinearHead, number: int = 1, left_out: Sequence[int] = ()) -> Any:
         """A freshly started device's masked numbers of its gradient. Raises CannotAnswer if it refuses."""
-        parts = decode(encode({"head": head, "plan": Plan(values={"left_out": []})}))
+        parts = decode(encode({"head": head, "plan": Plan(values={"left_out": list(left_out)})}))
         ask = Ask(round=number, step=REFINE, seed=0, parts=parts)
-        answer = Answer(parts={"gradient": self.gradient(name, head)}, samples=12)
+        answer = Answer(parts={"gradient": self.gradient(name, head, left_out)}, samples=12)
         sent = self.device(name).answer(answer, ask, self.contract, self.config).parts["gradient"]
         assert isinstance(sent, SecureMessage)
         assert sent.gradient is not None
@@ -198,7 +198,7 @@ class SecureFleet:
 
         self.indices, self.entries, self.holders = {}, {}, {}
         agreed, nonce = self.parameters(**parameters), bytes([number]) * 32
-        digest = statistics_digest(["a", "b", "c"], [1, 8, 8], "scattering", "", b"")
+        digest = statistics_digest(["a", "b", "c"], [1, 8, 8], self.config)
         roster_key = bytes.fromhex(self.config.roster_key)
         session = SumSession(cohort, ask, agreed, run="sums", digest=digest, nonce=nonce, roster_key=roster_key)
         self.cohort, self.sid = cohort, session_id("sums", number, 1, nonce, digest, agreed.pack())

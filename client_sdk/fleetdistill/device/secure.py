@@ -213,7 +213,7 @@ class SecureSums:
         """
         from fleetdistill.knowledge import PrivateRows, SecureMessage
         from fleetdistill.methods.classstats.exchange import REFINE
-        from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, STEPS
+        from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, SHARES, STEPS
         from fleetdistill.wire.codec import encode
 
         if ask.step == REFINE:
@@ -234,6 +234,8 @@ class SecureSums:
         self._check_step(ask.step, asked, session, steps, signed=config.signs_keys)
         parts, lists = self._part(ask.step, message, session, steps)
         sent = encode(parts).sha256.hex()
+        if ask.step == SHARES:
+            self._check_colluders(message.devices, session, config)
         if ask.step not in steps.digests and ask.step == INPUT and config.guarantee is not None:
             self._charge(session, config.guarantee)
         self._record(steps, ask.step, asked, sent, **lists)
@@ -264,7 +266,7 @@ class SecureSums:
         parameters = Parameters.unpack(message.parameters)
         self._check_terms(parameters, rows, config)
         sid = session_id(
-            contract.run, ask.round, 1, message.nonce, contract_digest(contract, config.features), message.parameters
+            contract.run, ask.round, 1, message.nonce, contract_digest(contract, config), message.parameters
         )
         session = self._sessions.open()
         if session is None or session.sid != sid:
@@ -290,17 +292,21 @@ class SecureSums:
                 "raise min_in_sum"
             )
         if isinstance(config, ClassStatsSecureConfig):
-            colluders = max(terms.colluders, config.colluders_of(parameters.least))
-            if parameters.honest > parameters.least - colluders:
-                raise SumRefusedError(
-                    f"the sum counts on the noise of {parameters.honest} of {parameters.least} devices; this device "
-                    f"requires that {colluders} may add none"
-                )
+            _check_honest(parameters, max(terms.colluders, config.colluders_of(parameters.least)))
         else:
             _check_rows(len(rows.labels), parameters)
         if reason := _keys_refused(config.keys, terms):
             raise SumRefusedError(reason)
         self._endorsing(parameters)
+
+    def _check_colluders(self, devices: int, session: SecureSession, config: SumSettings) -> None:
+        """Checks the run's number of devices that may add no noise, which depends on how many take part."""
+        from fleetdistill.methods.classstats_secure.config import ClassStatsSecureConfig
+        from fleetdistill.secure.session import Parameters
+
+        parameters = Parameters.unpack(session.parameters)
+        if isinstance(config, ClassStatsSecureConfig):
+            _check_honest(parameters, max(self._terms.colluders, config.colluders_of(devices)))
 
     def _freeze(
         self, sid: bytes, parameters: Parameters, round: int, rows: PrivateRows, run: str, config: SumSettings
@@ -338,11 +344,10 @@ class SecureSums:
         return session
 
     def _may_be_finished(self, earlier: SecureSession | None) -> bool:
-        """Returns whether an earlier sum may contain this device although it does not know of it.
-
-        With unsigned keys, the server's word that the sum was not finished is believed.
-        """
-        return earlier is not None and earlier.is_signed and self._sessions.steps(earlier).has_input
+        """Returns whether an earlier sum may contain this device although it does not know of it."""
+        if earlier is None:
+            return False
+        return self._sessions.steps(earlier).may_be_finished(is_signed=earlier.is_signed)
 
     def _check_first(self, run: str) -> None:
         """Checks that no sum without noise of a run contains this device: the difference of two would be its part.
@@ -415,7 +420,7 @@ class SecureSums:
         steps = self._sessions.steps(session)
         if UNMASK not in steps.digests:
             raise SumRefusedError("this device has not finished the sum of its class statistics")
-        label = encode({"head": ask.parts["head"]}).sha256
+        label = encode({name: ask.parts[name] for name in ("head", "plan")}).sha256  # all devices must have the same
         earlier = {name: asked for name, (asked, _) in steps.digests.items() if name.startswith(REFINE)}
         step = next((name for name, asked in earlier.items() if asked == label.hex()), f"{REFINE} {len(earlier)}")
         if step not in earlier and len(earlier) == config.refine_steps:
@@ -464,6 +469,14 @@ class SecureSums:
         except PeerError as error:
             name = part.device_at(error.index)
             raise SumRefusedError(f"what device {name!r} sent in this sum cannot be used: {error}") from error
+
+
+def _check_honest(parameters: Parameters, colluders: int) -> None:
+    if parameters.honest > parameters.least - colluders:
+        raise SumRefusedError(
+            f"the sum counts on the noise of {parameters.honest} of {parameters.least} devices; this device "
+            f"requires that {colluders} may add none"
+        )
 
 
 def _check_rows(rows: int, parameters: Parameters) -> None:
@@ -637,7 +650,7 @@ class _Part:
         shares = self._member.unmasking_shares(
             self._index, self._others, self._steps.roster, self._threshold, dict(self._steps.boxes), survivors
         )
-        lists = {"members": {**self._steps.members, UNMASK: message.members}}
+        lists = {"members": {**self._steps.members, UNMASK: message.members}, "gave_shares": True}
         return _reply("shares", *(shares[index] for index in sorted(shares))), lists
 
     def gradient(self, sent: HeadGradient, label: bytes) -> Mapping[str, SecureMessage]:
@@ -721,14 +734,15 @@ def _reply(name: str, *rows: bytes) -> Mapping[str, SecureMessage]:
     return {name: SecureMessage(**fields)}
 
 
-def contract_digest(contract: contract_pb2.Contract, features: str) -> bytes:
-    """Returns the digest of what the summed numbers mean: classes, inputs and the extractor with its weights."""
+def contract_digest(contract: contract_pb2.Contract, config: SumSettings) -> bytes:
+    """Returns the digest of what the summed numbers mean: classes, inputs, settings and extractor."""
     from fleetdistill.methods.classstats_secure.exchange import statistics_digest
 
     return statistics_digest(
         list(contract.classes),
         list(contract.input_shape),
-        features,
-        contract.extractor_fingerprint,
-        contract.initial_weights,
+        config,
+        extractor=contract.extractor_fingerprint,
+        weights=contract.initial_weights,
+        file=contract.extractor_file,
     )

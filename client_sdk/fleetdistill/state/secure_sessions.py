@@ -75,6 +75,7 @@ class Steps:
         roster: Digest of the entries of all devices.
         boxes: Boxes for this device by index of the sender.
         members: Bitmaps of the devices by step.
+        gave_shares: Whether the device has given its shares, so that the server may have unmasked the sum.
     """
 
     sid: bytes
@@ -85,11 +86,20 @@ class Steps:
     roster: bytes = b""
     boxes: Mapping[int, bytes] = field(default_factory=dict)
     members: Mapping[str, bytes] = field(default_factory=dict)
+    gave_shares: bool = False
 
     @property
     def has_input(self) -> bool:
         """Whether the device has sent its masked numbers, so that the sum may contain it."""
         return bool(self.members)
+
+    def may_be_finished(self, *, is_signed: bool) -> bool:
+        """Returns whether a sum may contain the device although it was not told so.
+
+        The server's word that a sum was not finished is believed only with unsigned keys, and only until the device has
+        given its shares: from then on, the shares of others that come late may finish it.
+        """
+        return self.gave_shares or (is_signed and self.has_input)
 
     def after(self, step: str, ask: str, answer: str, **lists: Any) -> Steps:
         """Returns the steps with one more, whose digests are `ask` and `answer`, and with the lists of its ask."""
@@ -165,6 +175,7 @@ class SecureSessions:
             "roster": steps.roster.hex(),
             "boxes": {str(index): box.hex() for index, box in steps.boxes.items()},
             "members": {step: members.hex() for step, members in steps.members.items()},
+            "gave_shares": steps.gave_shares,
         }
         self._files.save(STEPS, sealed_json(content), mode=0o600)
         failpoints.hit("device.secure.after-step")
@@ -189,7 +200,7 @@ class SecureSessions:
             "run": session.run,
             "round": session.round,
             "outcome": outcome,
-            "is_in_sum": steps.has_input and (session.is_signed or outcome != NOT_COUNTED),
+            "is_in_sum": steps.may_be_finished(is_signed=session.is_signed or outcome != NOT_COUNTED),
             "is_charged": steps.has_input and session.has_noise,
             "digests": digests,
         }
@@ -259,4 +270,5 @@ def _steps_of(saved: Mapping[str, Any]) -> Steps:
         roster=bytes.fromhex(saved["roster"]),
         boxes={int(index): bytes.fromhex(box) for index, box in saved["boxes"].items()},
         members={step: bytes.fromhex(members) for step, members in saved["members"].items()},
+        gave_shares=bool(saved["gave_shares"]),
     )

@@ -226,6 +226,7 @@ class Engine:
                 self._store.runs.set_status(self._name, RunStatus.RUNNING, "started again")
         self._store.asks.bound_deadlines(self._name, self._config.run.deadline_seconds)
         contract = contract_pb2.Contract.FromString(self._stored().contract)
+        self.method.extractor_digest = contract.extractor_file
         check_proxy(self._name, contract, self.method)
         check_readable(self._store, contract, self.method)
         self._restore()
@@ -375,8 +376,12 @@ class Engine:
             logger.warning("the round fell short: %s", reason, extra=about(run=self._name, round=cohort.round))
             if isinstance(reason, _UnusableState):
                 cohort.event("round-undone", str(reason))
+            checkpoint, state = self._state_to_keep(reason)
             with self._store.transaction():
                 self._store.runs.assert_owner(self._name, self.token)
+                if checkpoint:
+                    self._store.secure_state(checkpoint, state)
+                    self._store.runs.set_checkpoint(self._name, checkpoint)
                 kept = {name: value for name, value in cohort.figures.items() if name == SECURE_SUMS}
                 self._store.runs.close_short_round(self._name, cohort.round, str(reason), kept)
                 failpoints.hit("engine.short.before-commit")
@@ -387,6 +392,13 @@ class Engine:
             return False
         self._close(cohort)
         return True
+
+    def _state_to_keep(self, reason: Exception) -> tuple[bytes, bytes]:
+        """Returns digest and bytes of the state that a short round leaves; empty for the state from before it."""
+        if not self.method.keeps_short_rounds or isinstance(reason, _UnusableState):
+            return b"", b""
+        state = pack_state(self.method.state_dict())
+        return self._store.blobs.put_state(state), state
 
     def _check_usable(self, cohort: StoreCohort) -> None:
         """Raises _UnusableState if a later round could not continue from the method's state."""

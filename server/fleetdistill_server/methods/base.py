@@ -84,8 +84,17 @@ class ServerMethod:
     and after the first round a single present device is enough to start one.
     """
 
+    keeps_short_rounds: ClassVar[bool] = False
+    """Whether the state that a short round leaves is kept, not that from before the round.
+
+    For methods whose devices cannot give the same answers in another round.
+    """
+
     keeps_initial: ClassVar[bool] = False
     """Whether `initial` is not part of `networks`; a run with `start_from` then takes it from the earlier run."""
+
+    extractor_digest: bytes = b""
+    """SHA-256 of the run's extractor file, as in its contract; set by the engine."""
 
     given_initial: ModelParameters | None = None
     """The earlier run's `initial` in a run with `start_from`; used if `keeps_initial` is True."""

@@ -36,6 +36,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.figures import sums_of
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.methods import server_class
+from fleetdistill_server.methods.classstats_secure import sum_server
 from fleetdistill_server.methods.traffic import declared_parts
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.testing import FakeCohort, play
@@ -254,6 +255,30 @@ def test_sums_without_noise_merge_exactly_over_batches():
     assert len(two.state_dict()["parts"]) == 2
     data = images(7).inputs
     torch.testing.assert_close(two.global_model()(data), one.global_model()(data), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["classstats_secure", SUMMED])
+def test_devices_of_a_sum_that_is_thrown_away(method):
+    """Without noise they are in no further sum, because the server knows this one; with noise they are summed again."""
+    noise = {"epsilon": 20.0} if method == "classstats_secure" else {}
+    server, fleet = make_server(method, **noise), devices("abcdefgh", method=method, **noise)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sum_server, "why_implausible", lambda sums, parameters: "a class has -1000 rows")
+        with pytest.raises(QuorumNotReached):
+            play(server, {name: fleet[name] for name in "abcde"})
+    (cohort,) = play(server, fleet, number=2)
+    asked = {item.device for item in cohort.asked if item.step == KEYS}
+    assert asked == set("fgh") if method == SUMMED else set("abcdefgh")
+    assert set(members_of(server)) >= asked
+
+
+def test_devices_that_gave_shares_of_no_sum_stay_out_without_noise():
+    server, fleet = make_server(SUMMED), devices("abcdefgh", method=SUMMED)
+    with pytest.raises(QuorumNotReached):
+        play(server, {name: fleet[name] for name in "abcde"}, silent=[(UNMASK, "d"), (UNMASK, "e")])
+    (cohort,) = play(server, fleet, number=5)  # after the pause of those who did not answer
+    assert {item.device for item in cohort.asked if item.step == KEYS} == set("defgh")
+    assert accuracy(fleet["a"]) == 1.0
 
 
 def test_devices_of_a_forgotten_sum_without_noise_stay_out():

@@ -51,20 +51,30 @@ class SummedStatistics(MaskedStatistics, SentStatistics):
 
 
 def statistics_digest(
-    classes: Sequence[str], input_shape: Sequence[int], features: str, extractor: str, weights: bytes
+    classes: Sequence[str],
+    input_shape: Sequence[int],
+    settings: SumSettings,
+    *,
+    extractor: str = "",
+    weights: bytes = b"",
+    file: bytes = b"",
 ) -> bytes:
     """Returns the digest of what summed numbers mean, 32 bytes; devices with another one are in another sum.
 
     Args:
         classes: Names of the classes in label order.
         input_shape: Shape of one input.
-        features: `scattering` or `model`.
+        settings: The method's, all of them: a device whose rows count by other rules could be told from the others.
         extractor: Fingerprint of the run's extractor, hexadecimal; empty with scattering.
         weights: Digest of the extractor's weights; empty with scattering.
+        file: Digest of the extractor as ONNX, for devices without PyTorch; empty for none.
     """
+    from fleetdistill.methods import config_to_plan
     from fleetdistill.secure.primitives import sha256, tag
+    from fleetdistill.wire.codec import encode
 
-    texts = [_FEATURES_VERSION, features, extractor, *classes]
+    texts = [_FEATURES_VERSION, extractor, *classes]
     encoded = b"".join(struct.pack("<I", len(text.encode())) + text.encode() for text in texts)
     shape = struct.pack(f"<I{len(input_shape)}I", len(input_shape), *input_shape)
-    return sha256(tag("contract"), shape, struct.pack("<I", len(weights)), weights, encoded)
+    digests = b"".join(struct.pack("<I", len(one)) + one for one in (weights, file))
+    return sha256(tag("contract"), shape, digests, encode({"settings": config_to_plan(settings)}).sha256, encoded)

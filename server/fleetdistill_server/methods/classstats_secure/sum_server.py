@@ -63,6 +63,7 @@ _KEYS = {
 class SumServer(ClassStatsServer):
     """Stores the sums, and the class space of their merge. A sum is one part of the merge."""
 
+    keeps_short_rounds = True  # a sum that is made cannot be made again over other devices
     config: SumSettings
     kind: ClassVar[type[Kind]] = ClassSums
     after_forgetting: ClassVar[str]
@@ -130,7 +131,7 @@ class SumServer(ClassStatsServer):
                     text = f"{counted(len(group), 'new device')} must wait for a sum of at least {needed}"
                     cohort.event("waiting-for-batch", text, once=True)
                 elif group:
-                    text = f"no sum of {len(group)} devices{which}: {error}; nothing of them is known"
+                    text = f"no sum of {len(group)} devices{which}: {error}"
                     cohort.event(SECURE_SUM_FAILED, f"{text}. The events late and declined of this round say why")
         if failure is not None and not self._parts:
             raise failure
@@ -173,6 +174,8 @@ class SumServer(ClassStatsServer):
             result = await session.sum(devices)
             self._take(result, session.figures(), parameters, cohort, which)
         except (QuorumNotReached, SecureSumError) as error:
+            self._members |= dict.fromkeys(session.gave_shares, f"sum {session.sid.hex()[:16]}")
+            self._free(session.gave_shares)
             cohort.report(SECURE_SUMS, {str(number + 1): asdict(session.figures(error))})
             raise
         cohort.report(SECURE_SUMS, {str(number + 1): asdict(session.figures())})
@@ -183,7 +186,8 @@ class SumServer(ClassStatsServer):
             notes.event("wrong-share", f"{device} gave a wrong share of a secret; the sum is right without it", device)
         sums = decode(lift(result.total, parameters.width), parameters)
         if reason := why_implausible(sums, parameters):
-            notes.event("implausible-sum", f"the sum of {len(result.devices)} devices is thrown away: {reason}")
+            text = f"the sum of {len(result.devices)} devices is thrown away, {self.after_forgetting}: {reason}"
+            notes.event("implausible-sum", text)
             raise SecureSumError(reason)
         devices, name = len(result.devices), f"sum {result.sid.hex()[:16]}"
         self._parts[name], self._made[name] = (self.part_of(sums, parameters, devices), ""), parameters
@@ -198,9 +202,10 @@ class SumServer(ClassStatsServer):
         return statistics_digest(
             self.context.class_names,
             self.context.input_shape,
-            self.config.features,
-            "" if self._given is None else fingerprint(self.context.extractor()),
-            b"" if initial is None else encode({"initial": initial}).sha256,
+            self.config,
+            extractor="" if self._given is None else fingerprint(self.context.extractor()),
+            weights=b"" if initial is None else encode({"initial": initial}).sha256,
+            file=self.extractor_digest,
         )
 
     # --- the merge

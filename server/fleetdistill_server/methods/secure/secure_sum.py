@@ -70,6 +70,10 @@ class SumSession:
         digest: `statistics_digest` of the run.
         nonce: 32 public bytes.
         roster_key: Public Ed25519 key of the roster, 32 bytes; empty if the server does not know it, or there is none.
+
+    Attributes:
+        sid: Id of the sum, 32 bytes.
+        gave_shares: Ids of the devices that have given their shares.
     """
 
     def __init__(
@@ -85,7 +89,8 @@ class SumSession:
     ) -> None:
         self._roster_key = roster_key
         self._cohort, self._ask, self._parameters, self._nonce = cohort, ask, parameters, nonce
-        self._sid = session_id(run, cohort.round, 1, nonce, digest, parameters.pack())
+        self.sid = session_id(run, cohort.round, 1, nonce, digest, parameters.pack())
+        self.gave_shares: list[str] = []
         self._asked_devices: dict[str, int] = {}
         self._answered: dict[str, int] = {}
         self._dropped: dict[str, list[str]] = {}
@@ -112,7 +117,7 @@ class SumSession:
         return SecureSum(
             total=result.total,
             devices=tuple(roster.ids[index] for index in sorted(masked)),
-            sid=self._sid,
+            sid=self.sid,
             roster=roster.digest,
             wrong_shares=tuple(roster.ids[index] for index in result.wrong_shares),
         )
@@ -157,7 +162,7 @@ class SumSession:
         self._check_enough(KEYS, len(keys), self._parameters.least)
         ids = sorted(keys, key=str.encode)
         try:
-            roster = Roster(self._sid, tuple(ids), tuple(keys[device][:size] for device in ids))
+            roster = Roster(self.sid, tuple(ids), tuple(keys[device][:size] for device in ids))
         except WireError as error:
             raise SecureSumError(f"the devices' keys cannot be used: {error}") from error
         return roster, {device: keys[device][size:] for device in ids}
@@ -168,7 +173,7 @@ class SumSession:
             return True
         entry, endorsement = sent[:_SIGNED_ENTRY], sent[_SIGNED_ENTRY:]
         endorsed = not self._roster_key or is_endorsed(self._roster_key, device, entry[100:132], endorsement)
-        return endorsed and verify_keys_entry(entry, self._sid, device)
+        return endorsed and verify_keys_entry(entry, self.sid, device)
 
     async def _shares(self, roster: Roster, endorsements: Mapping[str, bytes]) -> dict[int, dict[int, bytes]]:
         """Step 2: returns the boxes by index of the sender and of the receiver."""
@@ -220,7 +225,7 @@ class SumSession:
         """Step 4: returns the devices' valid signatures of the list of the sum, by index."""
         message = SecureMessage(members=pack_members(survivors, len(roster.ids)))
         devices = [roster.ids[index] for index in sorted(survivors)]
-        text = survivors_message(self._sid, roster.digest, len(roster.ids), shared, survivors)
+        text = survivors_message(self.sid, roster.digest, len(roster.ids), shared, survivors)
         result = {}
         async for answer in self._asked(CHECK, {"session": message}, devices, self._threshold(roster)):
             index, signature = roster.indices[answer.device], _tensor(answer, "signature").tobytes()
@@ -239,6 +244,7 @@ class SumSession:
         devices = [roster.ids[index] for index in sorted(present)]
         near, result = self._near(roster), dict[int, dict[int, bytes]]()
         async for answer in self._asked(UNMASK, {"session": message}, devices, self._threshold(roster)):
+            self.gave_shares.append(answer.device)
             index, rows = roster.indices[answer.device], _tensor(answer, "shares")
             owners = sorted(shared.intersection([index, *near(index)]))
             if len(rows) == len(owners):
