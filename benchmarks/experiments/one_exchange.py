@@ -390,11 +390,9 @@ def measure(settings: Sequence[Setting], given: argparse.Namespace) -> None:
                 print(f"{setting.name}, seed {seed}, {row}: {seconds} s", flush=True)
 
 
-def read(results: Path) -> dict[tuple[str, int, str], Figures]:
+def read(*results: Path) -> dict[tuple[str, int, str], Figures]:
     """(setting, seed, row) -> figures; of a row that was computed twice the later one."""
-    if not results.exists():
-        return {}
-    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    lines = [json.loads(line) for file in results if file.exists() for line in file.read_text().splitlines()]
     return {(line["setting"], line["seed"], line["row"]): line for line in lines}
 
 
@@ -412,6 +410,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--data-dir", help="folder of the data sets; else FLEETDISTILL_DATA")
     parser.add_argument("--results", type=Path, default=Path("out/experiments/one_exchange.jsonl"))
+    parser.add_argument("--beside", type=Path, help="also print rows of refined_head.py's results")
+    parser.add_argument("--less", default="closed form", metavar="ROW", help="the row that differences are to")
     parser.add_argument("--search", action="store_true", help="try FedAvg's settings and keep nothing")
     parser.add_argument("--table", action="store_true", help="print what is known and compute nothing")
     return parser.parse_args()
@@ -435,9 +435,10 @@ def main() -> None:
         return
     if not given.table:
         measure(settings, given)
-    result = read(given.results)
+    result = read(*filter(None, [given.beside, given.results]))
     for setting in settings:
-        print_tables(setting.name, {key[1:]: one for key, one in result.items() if key[0] == setting.name}, given.seeds)
+        found = {key[1:]: one for key, one in result.items() if key[0] == setting.name}
+        print_tables(setting.name, found, given.seeds, given.less)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of one_exchange.py: every row beside the closed form, in % over seeds, with paired differences."""
+"""The tables of one_exchange.py: every row beside one of them, in % over seeds, with paired differences."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def _budget(name: str, label: str) -> tuple[str, str, Cell, Cell, str]:
 
 
 LINES = [
+    _plain("refined, R 5, h <= 1, stop", "refined head after five gradients, rank df // 15"),
     _plain("alone", "alone: own closed form, own prior"),
     _pair("fedavg", "FedAvg on the same features: devices", "devices"),
     _pair("fedavg", "the same, global", "global"),
@@ -50,15 +51,15 @@ LINES = [
 ]
 
 
-def print_tables(title: str, found: Found, wanted: Sequence[int]) -> None:
-    """One table of a setting; prints nothing where nothing was measured."""
-    seeds = [seed for seed in wanted if (seed, _BASE) in found]
+def print_tables(title: str, found: Found, wanted: Sequence[int], base: str = _BASE) -> None:
+    """One table of a setting, with differences to the row `base`; prints nothing where nothing was measured."""
+    seeds = [seed for seed in wanted if {(seed, _BASE), (seed, base)} <= found.keys()]
     if not seeds:
         return
-    print(f"\n{title}, seeds {', '.join(map(str, seeds))}: % ± deviation over seeds; differences to the closed form")
-    print("| | all classes | own classes | kB | all, less the closed form | own, less the closed form |")
+    print(f"\n{title}, seeds {', '.join(map(str, seeds))}: % ± deviation over seeds; differences to {base}")
+    print(f"| | all classes | own classes | kB | all, less {base} | own, less {base} |")
     print("|---|---|---|---|---|---|")
-    base_all, base_own = ({seed: found[seed, _BASE][what] for seed in seeds} for what in ("all", "own"))
+    base_all, base_own = ({seed: found[seed, base][what] for seed in seeds} for what in ("all", "own"))
     for label, row, on_all, own, kb in LINES:
         have = [seed for seed in seeds if (seed, row) in found]
         if not have:

@@ -133,7 +133,11 @@ def directions(rows_per_direction: int) -> Any:
 
 def closed_form(fleet: Fleet, rows_per_direction: int) -> Figures:
     """Figures of the product's general and personal models, without the guard of own statistics."""
-    made = exchange(fleet, directions(rows_per_direction))
+    return closed_form_of(fleet, exchange(fleet, directions(rows_per_direction)), rows_per_direction)
+
+
+def closed_form_of(fleet: Fleet, made: Exchange, rows_per_direction: int) -> Figures:
+    """The same of an exchange."""
     held, devices, hits = min(1.0, made.merged.df / (rows_per_direction * fleet.dimensions)), [], 0.0
     for number, part in enumerate(fleet.parts):
         counted = made.counted(number)
