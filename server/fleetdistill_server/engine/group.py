@@ -128,9 +128,9 @@ def follow(group: Group, store: Store, config: RunConfig) -> None:
     torch.set_num_threads(config.run.threads)
     method = build_method(config)
     method.context.trainer.ranks = group.ranks
-    contract = contract_pb2.Contract.FromString(store.runs.existing(config.run.name).contract)
-    method.extractor_digest = contract.extractor_file
     while (begun := group.receive()) is not None:
+        contract = contract_pb2.Contract.FromString(store.runs.existing(config.run.name).contract)
+        method.extractor_digest = contract.extractor_file
         method.load_state_dict(unpack_state(store.blobs.get_state(begun.checkpoint)))
         torch.manual_seed(derive_seed(config.run.seed, begun.number, "round", "server"))
         cohort = FollowingCohort(group, store, config, begun)

@@ -260,7 +260,7 @@ def test_sums_without_noise_merge_exactly_over_batches():
 @pytest.mark.parametrize("method", ["classstats_secure", SUMMED])
 def test_devices_of_a_sum_that_is_thrown_away(method):
     """Without noise they are in no further sum, because the server knows this one; with noise they are summed again."""
-    noise = {"epsilon": 20.0} if method == "classstats_secure" else {}
+    noise: dict[str, Any] = {"epsilon": 20.0} if method == "classstats_secure" else {}
     server, fleet = make_server(method, **noise), devices("abcdefgh", method=method, **noise)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sum_server, "why_implausible", lambda sums, parameters: "a class has -1000 rows")
@@ -272,7 +272,7 @@ def test_devices_of_a_sum_that_is_thrown_away(method):
     assert set(members_of(server)) >= asked
 
 
-def test_devices_that_gave_shares_of_no_sum_stay_out_without_noise():
+def test_devices_that_gave_shares_of_no_sum_stay_out():
     server, fleet = make_server(SUMMED), devices("abcdefgh", method=SUMMED)
     with pytest.raises(QuorumNotReached):
         play(server, {name: fleet[name] for name in "abcde"}, silent=[(UNMASK, "d"), (UNMASK, "e")])

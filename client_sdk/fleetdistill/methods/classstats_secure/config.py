@@ -16,7 +16,7 @@ from fleetdistill.privacy.guarantee import Guarantee
 if TYPE_CHECKING:
     from fleetdistill.secure.session import Parameters
 
-__all__ = ["CERTIFICATES", "COMPLETE", "RING", "ROSTER", "ClassStatsSecureConfig"]
+__all__ = ["CERTIFICATES", "COMPLETE", "RING", "ROSTER", "ClassStatsSecureConfig", "SumSettings"]
 
 MIN_IN_SUM = 3
 """Fewest devices in a sum: with two, each knows the other's part."""

@@ -108,6 +108,15 @@ class SumServer(ClassStatsServer):
 
     # --- rounds
 
+    async def round(self, cohort: Cohort) -> None:
+        """Sums what is new, and sends the class space; what a short round leaves are its sums only."""
+        deliveries = self.deliveries.state_dict()
+        try:
+            await super().round(cohort)
+        except QuorumNotReached:
+            self.deliveries.load_state_dict(deliveries)
+            raise
+
     async def _collect_statistics(self, cohort: Cohort, asked: Sequence[str]) -> None:
         """Makes sums of the devices that are in none yet, if they are enough; the others wait for company.
 
