@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,24 @@ class ParrotWorker(Compute):
         raise AssertionError("a parrot has no model")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What is run.
+
+    Attributes:
+        config: run.toml; its last section is [server].
+        devices: Ids of the devices.
+        worker: Computes for a device, by its id and the contract.
+    """
+
+    config: str
+    devices: Sequence[str]
+    worker: Callable[[str, contract_pb2.Contract], Compute]
+
+
+PARROTS = Scenario(config=_CONFIG, devices=DEVICES, worker=ParrotWorker)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a run lives, and where its front listens."""
@@ -170,7 +189,7 @@ def _engine(points: str, place: Place) -> None:
     sys.exit(main())
 
 
-def _device(points: str, place: Place, name: str) -> None:
+def _device(points: str, place: Place, name: str, worker: Callable[[str, contract_pb2.Contract], Compute]) -> None:
     def note(event: Event) -> None:
         if "receipt" in event.values:
             with place.receipts(name).open("a") as file:
@@ -181,7 +200,7 @@ def _device(points: str, place: Place, name: str) -> None:
     provider = app_provider(dict(place.environment))
     device = open_device(
         server=f"127.0.0.1:{place.port}",
-        worker=lambda contract: ParrotWorker(name, contract),
+        worker=partial(worker, name),
         state_dir=place.work / name,
         run=RUN,
         device_id=name,
@@ -240,6 +259,7 @@ def small_run(
     points: Mapping[str, Sequence[str]] | None = None,
     location: Location | None = None,
     traced: Mapping[str, str] | None = None,
+    scenario: Scenario = PARROTS,
 ) -> Iterator[SmallRun]:
     """Prepares a run in an empty folder; nothing of it lives on after the block.
 
@@ -250,14 +270,16 @@ def small_run(
     place = Place(work, _free_port(), location or Location(), tuple(variables.items()))
     set_location(place.store, place.location)
     server = {"store": str(place.store), **asdict(place.location), "traces": "otlp" if traced else "off"}
-    place.config.write_text(_CONFIG + "".join(f"{name} = {json.dumps(value)}\n" for name, value in server.items()))
+    place.config.write_text(
+        scenario.config + "".join(f"{name} = {json.dumps(value)}\n" for name, value in server.items())
+    )
     with store_of(place) as store:  # a device that calls before the run is there would be turned away for good
         store.runs.begin(RUN, load_run_config(place.config).fixed_part())
     pipes = [Pipe(place.pipe(name)) for name in ("front", "engine")]
     targets: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
         "front": (_front, (place,)),
         "engine": (_engine, (place,)),
-        **{name: (_device, (place, name)) for name in DEVICES},
+        **{name: (_device, (place, name, scenario.worker)) for name in scenario.devices},
     }
     with ExitStack() as stack:
         processes = {name: Forked(target, *arguments) for name, (target, arguments) in targets.items()}
