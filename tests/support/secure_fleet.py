@@ -150,6 +150,10 @@ class SecureFleet:
         session = SecureSessions(self.files(name)).open()
         return None if session is None else from_bytes(session.numbers, self.parameters().width)
 
+    def digest(self) -> bytes:
+        """The digest of what the numbers mean, as the server has it."""
+        return statistics_digest(["a", "b", "c"], [1, 8, 8], self.config)
+
     def parameters(self, **changes: Any) -> Parameters:
         result: Parameters = self.config.parameters_for(len(self.names), CLASSES, DIMENSIONS)
         return replace(result, **changes)
@@ -198,7 +202,7 @@ class SecureFleet:
 
         self.indices, self.entries, self.holders = {}, {}, {}
         agreed, nonce = self.parameters(**parameters), bytes([number]) * 32
-        digest = statistics_digest(["a", "b", "c"], [1, 8, 8], self.config)
+        digest = self.digest()
         roster_key = bytes.fromhex(self.config.roster_key)
         session = SumSession(cohort, ask, agreed, run="sums", digest=digest, nonce=nonce, roster_key=roster_key)
         self.cohort, self.sid = cohort, session_id("sums", number, 1, nonce, digest, agreed.pack())
