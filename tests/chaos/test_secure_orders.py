@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from chaos.secure_orders import play
 from support.secure_fleet import SecureFleet
@@ -16,7 +18,7 @@ from fleetdistill.state.secure_sessions import Steps
 def test_no_order_of_asks_gets_too_much(tmp_path, keys, fleets, asks):
     answered: dict[str, int] = {}
     for seed in range(fleets):
-        settings = {"method": "classstats_summed", "keys": keys, "min_in_sum": 3}
+        settings: dict[str, Any] = {"method": "classstats_summed", "keys": keys, "min_in_sum": 3}
         fleet = SecureFleet(tmp_path / str(seed), 4, refine="gradients", refine_steps=2, **settings)
         adversary = play(fleet, seed, asks)
         assert not adversary.wrong
@@ -33,7 +35,7 @@ def test_a_device_that_believes_too_long_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(Steps, "may_be_finished", lambda steps, *, is_signed: is_signed and steps.has_input)
     found = []
     for seed in range(12):
-        settings = {"method": "classstats_summed", "keys": "unsigned", "min_in_sum": 3}
+        settings: dict[str, Any] = {"method": "classstats_summed", "keys": "unsigned", "min_in_sum": 3}
         fleet = SecureFleet(tmp_path / str(seed), 4, refine="gradients", refine_steps=2, **settings)
         found += play(fleet, seed, 250).wrong
     assert any("may be in two sums" in text for text in found)

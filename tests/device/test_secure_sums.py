@@ -541,6 +541,29 @@ def test_the_server_leaves_out_a_device_that_others_would_refuse(tmp_path, fault
     assert not releases(tmp_path / "device-4")
 
 
+@pytest.mark.parametrize("fault", ["another CA", "another device's", "cut short"])
+def test_the_server_leaves_out_a_wrong_certificate(tmp_path, fault):
+    """It knows the CA that the devices trust, so one bad certificate does not make all others refuse."""
+    fleet = SecureFleet(tmp_path / "d", 5, keys="certificates", min_in_sum=4)
+    fleet.authorities = (tmp_path / "d" / "pki" / "ca.pem").read_bytes()
+    authority = make_authority(tmp_path / "other") if fault == "another CA" else Authority(tmp_path / "d" / "pki")
+    own = device_credentials(authority, "device-3" if fault == "another device's" else "device-4")
+
+    def spoil(step, name, message):
+        if (step, name) != (KEYS, "device-4"):
+            return message
+        keys = message.keys.tobytes()
+        wrong = keys[:-9] if fault == "cut short" else keys[:196] + certify(own.key, own.chain, keys[100:132])
+        return dataclasses.replace(message, keys=np.frombuffer(wrong, np.uint8))
+
+    result = fleet.sum(up=spoil)
+    assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names[:4]))
+    (event,) = fleet.cohort.events
+    assert (event.kind, event.device) == ("not-endorsed", "device-4")
+    assert "its certificate cannot be used: it" in event.text
+    assert not fleet.refused
+
+
 def test_a_renewed_certificate_changes_no_answer(tmp_path):
     """The endorsement is stored with the step: a repeated ask gets the same bytes, and the sum goes on."""
     fleet = SecureFleet(tmp_path, 5, keys="certificates", min_in_sum=4)

@@ -73,6 +73,7 @@ class SecureFleet:
         holders: Indices of a device and its neighbours.
         events: Events of the devices.
         sid: Id of the last sum.
+        authorities: Certificates of the CAs as the server knows them; empty at first.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class SecureFleet:
         self.holders: dict[str, set[int]] = {}
         self.events: list[Event] = []
         self.terms: dict[str, SecureTerms] = {}
-        self.sid = b""
+        self.sid, self.authorities = b"", b""
         self._directory, self._terms, self._budget = directory, terms, budget
         self._signers, self._now = signers, now
         for name in self.names:
@@ -204,7 +205,16 @@ class SecureFleet:
         agreed, nonce = self.parameters(**parameters), bytes([number]) * 32
         digest = self.digest()
         roster_key = bytes.fromhex(self.config.roster_key)
-        session = SumSession(cohort, ask, agreed, run="sums", digest=digest, nonce=nonce, roster_key=roster_key)
+        session = SumSession(
+            cohort,
+            ask,
+            agreed,
+            run="sums",
+            digest=digest,
+            nonce=nonce,
+            roster_key=roster_key,
+            authorities=self.authorities,
+        )
         self.cohort, self.sid = cohort, session_id("sums", number, 1, nonce, digest, agreed.pack())
         return asyncio.run(session.sum(self.names if devices is None else devices))
 

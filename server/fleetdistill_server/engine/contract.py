@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fleetdistill.errors import ConfigurationError, DamagedError, DataError, RunError
 from fleetdistill.knowledge import ProxySet
+from fleetdistill.link.credentials import AUTHORITIES
 from fleetdistill.methods import config_to_plan
 from fleetdistill.training.model import fingerprint
 from fleetdistill.training.proxy_set import PART, proxy_data
@@ -70,6 +72,7 @@ def method_context(config: RunConfig) -> MethodContext:
         trusted_rows=config.evaluation.trusted_rows,
         run=config.run.name,
         class_names=tuple(config.contract.class_names()),
+        authorities_file=str(Path(config.server.pki) / AUTHORITIES) if config.server.pki else "",
         trainer=Trainer(Hardware.of(device, config.engine)),
     )
 

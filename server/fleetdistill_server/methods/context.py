@@ -44,6 +44,7 @@ class MethodContext:
         trusted_rows: Number of rows per class of the operator's data that are used to screen devices' statistics.
         run: Name of the run.
         class_names: Names of the classes in label order.
+        authorities_file: Path of the accepted CAs' certificates, PEM; empty without TLS.
         trainer: Trains and applies the server's networks; by default on `torch_device` in float32.
     """
 
@@ -59,6 +60,7 @@ class MethodContext:
     trusted_rows: int = 5
     run: str = ""
     class_names: tuple[str, ...] = ()
+    authorities_file: str = ""
     trainer: Trainer = field(default=None)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -178,6 +179,7 @@ class SumServer(ClassStatsServer):
             digest=self._digest(),
             nonce=bytes(nonce.tolist()),
             roster_key=bytes.fromhex(self.config.roster_key),
+            authorities=self._authorities(),
         )
         try:
             result = await session.sum(devices)
@@ -205,6 +207,11 @@ class SumServer(ClassStatsServer):
         text += f"; {made.shares} of them gave shares, {made.threshold} were needed"
         lost = f"; dropped out: {made.dropped_text}" if made.dropped else ""
         notes.event(SECURE_SUM, f"{text}{lost} (not yet reviewed by a cryptographer)")
+
+    def _authorities(self) -> bytes:
+        """Returns the accepted CAs' certificates of now, if the devices' certificates vouch for their keys."""
+        file = self.context.authorities_file
+        return Path(file).read_bytes() if self.config.keys == CERTIFICATES and file else b""
 
     def _digest(self) -> bytes:
         initial = self.initial()

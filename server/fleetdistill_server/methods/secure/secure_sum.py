@@ -12,6 +12,7 @@ import numpy as np
 from fleetdistill.errors import PeerError, QuorumNotReached, SecureSumError, WireError
 from fleetdistill.knowledge import SecureEntry, SecureMessage
 from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK
+from fleetdistill.secure.certificate import check_certified
 from fleetdistill.secure.member import is_endorsed, verify_keys_entry
 from fleetdistill.secure.primitives import Numbers, from_bytes, verify_signature
 from fleetdistill.secure.session import (
@@ -70,6 +71,7 @@ class SumSession:
         digest: `statistics_digest` of the run.
         nonce: 32 public bytes.
         roster_key: Public Ed25519 key of the roster, 32 bytes; empty if the server does not know it, or there is none.
+        authorities: Certificates of the CAs that the devices' certificates are from, PEM; empty as for `roster_key`.
 
     Attributes:
         sid: Id of the sum, 32 bytes.
@@ -86,8 +88,9 @@ class SumSession:
         digest: bytes,
         nonce: bytes,
         roster_key: bytes = b"",
+        authorities: bytes = b"",
     ) -> None:
-        self._roster_key = roster_key
+        self._run, self._roster_key, self._authorities = run, roster_key, authorities
         self._cohort, self._ask, self._parameters, self._nonce = cohort, ask, parameters, nonce
         self.sid = session_id(run, cohort.round, 1, nonce, digest, parameters.pack())
         self.gave_shares: list[str] = []
@@ -155,10 +158,11 @@ class SumSession:
             async for answer in self._asked(KEYS, {"session": message}, devices, self._parameters.least)
         }
         size = _SIGNED_ENTRY if self._is_signed else len(next(iter(keys.values())))
-        for device in [device for device, sent in keys.items() if not self._is_endorsed(device, sent)]:
-            del keys[device]
-            text = f"{device} has not signed its keys, or the roster has not endorsed it; it is left out of the sum"
-            self._cohort.event("not-endorsed", text, device)
+        reasons = {device: self._why_not_endorsed(device, sent) for device, sent in keys.items()}
+        for device, reason in reasons.items():
+            if reason:
+                del keys[device]
+                self._cohort.event("not-endorsed", f"{device}: {reason}; it is left out of the sum", device)
         self._check_enough(KEYS, len(keys), self._parameters.least)
         ids = sorted(keys, key=str.encode)
         try:
@@ -167,13 +171,21 @@ class SumSession:
             raise SecureSumError(f"the devices' keys cannot be used: {error}") from error
         return roster, {device: keys[device][size:] for device in ids}
 
-    def _is_endorsed(self, device: str, sent: bytes) -> bool:
-        """Returns whether the other devices will accept a device's keys, as far as the server can tell."""
+    def _why_not_endorsed(self, device: str, sent: bytes) -> str:
+        """Returns why the other devices will not accept a device's keys, as far as the server can tell, or nothing."""
         if not self._is_signed:
-            return True
+            return ""
         entry, endorsement = sent[:_SIGNED_ENTRY], sent[_SIGNED_ENTRY:]
-        endorsed = not self._roster_key or is_endorsed(self._roster_key, device, entry[100:132], endorsement)
-        return endorsed and verify_keys_entry(entry, self.sid, device)
+        if not verify_keys_entry(entry, self.sid, device):
+            return "it has not signed its keys"
+        if self._roster_key and not is_endorsed(self._roster_key, device, entry[100:132], endorsement):
+            return "the roster has not endorsed its key"
+        if self._authorities:
+            try:
+                check_certified(self._authorities, self._run, device, entry[100:132], endorsement, time.time())
+            except WireError as error:
+                return f"its certificate cannot be used: {error}"
+        return ""
 
     async def _shares(self, roster: Roster, endorsements: Mapping[str, bytes]) -> dict[int, dict[int, bytes]]:
         """Step 2: returns the boxes by index of the sender and of the receiver."""
