@@ -49,6 +49,7 @@ _ORDINARY = (
     "restored",
     "refusals-left-out",
     "secure-sum",
+    "head-refined",
     "waiting-for-batch",
 )
 """Kinds of events that need no attention from the operator."""

@@ -276,7 +276,14 @@ def test_devices_that_gave_shares_of_no_sum_stay_out():
     server, fleet = make_server(SUMMED), devices("abcdefgh", method=SUMMED)
     with pytest.raises(QuorumNotReached):
         play(server, {name: fleet[name] for name in "abcde"}, silent=[(UNMASK, "d"), (UNMASK, "e")])
-    (cohort,) = play(server, fleet, number=5)  # after the pause of those who did not answer
+    with pytest.raises(QuorumNotReached):
+        (cohort,) = play(server, {name: fleet[name] for name in "abc"}, number=2)
+    cohort = FakeCohort({name: fleet[name] for name in "abcf"}, number=3)
+    with pytest.raises(QuorumNotReached):
+        asyncio.run(server.round(cohort))
+    text = "1 new device must wait for a sum of at least 3; 3 devices more can be in no further sum of this run"
+    assert [event.text for event in cohort.events] == [text]
+    (cohort,) = play(server, fleet, number=8)  # after the pause of those who did not answer
     assert {item.device for item in cohort.asked if item.step == KEYS} == set("defgh")
     assert accuracy(fleet["a"]) == 1.0
 

@@ -121,9 +121,12 @@ def test_a_device_that_vanishes_ends_the_refinement(done):
     (cohort,) = play(server_of(), fleet, silent=[(FIRST + done, "c")])
     assert steps_of(cohort) == [KEYS, SHARES, INPUT, UNMASK, *["refine"] * (done + 1), "learn"]
     assert fleet["a"].own.space.is_refined is (done > 1)
-    used = f"head after {done} of them" if done > 1 else "closed form"
-    assert f"the {used} is used" in text_of(cohort, "not-refined")
-    assert ("head-refined" in cohort.kinds) is (done > 1)
+    if done > 1:
+        assert f"by {done} sums of the gradients of 5 devices" in text_of(cohort, "head-refined")
+        assert "too few rows took part in the next sum" in text_of(cohort, "head-refined")
+    else:
+        assert "the closed form is used" in text_of(cohort, "not-refined")
+    assert ("not-refined" in cohort.kinds) is (done < 2)
 
 
 def test_a_device_that_is_in_no_sum_is_not_asked():

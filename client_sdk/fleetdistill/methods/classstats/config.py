@@ -165,7 +165,12 @@ class ClassStatsConfig(SpaceConfig):
                 f"class statistics with a direction for every {self.rows_per_direction} samples leave, fewer than "
                 f"{_ANONYMOUS_ROWS}; the server can recognise single samples in them"
             )
-        if self.refines and not self.sums_securely:
+        if self.refines and self.sums_securely:
+            texts.append(
+                "sums of gradients leave under masks at heads that the server chooses; one that does not follow the "
+                "protocol can choose them so that single rows of the fleet show"
+            )
+        elif self.refines:
             texts.append(
                 f"{self.refine_steps} sums of gradients leave besides class statistics; the server recognises more "
                 "single samples with them"

@@ -110,9 +110,13 @@ class RefiningServer(ClassStatsServer):
             )
             if any_refused:  # perhaps not the first wrong ones
                 refinement.restart()
-            if not self._are_enough(sums, objective, refinement, cohort):
+            rows = sum(one.rows for one in sums.values())
+            is_short = rows < _MIN_SHARE * objective.rows
+            if is_short:
                 if len(refinement.values) > 1:
                     break
+                text = f"only {rows} of the merge's {objective.rows} rows take part in the gradient sums"
+                cohort.event("not-refined", f"{text}, at least {_MIN_SHARE:.0%} must; the closed form is used")
                 return None
             if list(sums) != taking and refinement.values:
                 refinement.restart()
@@ -123,7 +127,8 @@ class RefiningServer(ClassStatsServer):
         change = refinement.values[-1] / refinement.values[0] - 1 if len(refinement.values) > 1 else 0.0
         devices = sum(self._part_of(device) in taking for device in self._counted)
         text = f"the head is refined by {len(refinement.values)} sums of the gradients of {counted(devices, 'device')}"
-        cohort.event("head-refined", f"{text}; its objective changed by {change:+.1%}")
+        less = "; the refinement ended there, because too few rows took part in the next sum" if is_short else ""
+        cohort.event("head-refined", f"{text}; its objective changed by {change:+.1%}{less}")
         cohort.report("refined_loss", refinement.values[-1] / objective.rows)
         return space_of_head(objective, refinement.final(), moments.df, shrinkage)
 
@@ -171,17 +176,6 @@ class RefiningServer(ClassStatsServer):
             return None
         moments = statistics_from_wire(self._parts[part][0])
         return GradientChecks(moments, self._counted[part], objective.labels, objective.mean)
-
-    def _are_enough(
-        self, sums: Mapping[str, GradientSum], objective: Objective, refinement: Refinement, notes: Notes
-    ) -> bool:
-        rows = sum(one.rows for one in sums.values())
-        if rows >= _MIN_SHARE * objective.rows:
-            return True
-        text = f"only {rows} of the merge's {objective.rows} rows take part in the gradient sums"
-        used = f"head after {len(refinement.values)} of them" if len(refinement.values) > 1 else "closed form"
-        notes.event("not-refined", f"{text}, at least {_MIN_SHARE:.0%} must; the {used} is used")
-        return False
 
     def _falls_too_little(self, refinement: Refinement, notes: Notes) -> bool:
         """Returns whether the first step has shown that a head is not worth its bytes; the merge then stays without."""

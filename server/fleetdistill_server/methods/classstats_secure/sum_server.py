@@ -137,11 +137,14 @@ class SumServer(ClassStatsServer):
                 is_new = True
             except (QuorumNotReached, SecureSumError) as error:
                 failure = error if isinstance(error, QuorumNotReached) else QuorumNotReached(UNMASK, 0, needed)
-                if group and self._parts and len(group) < needed:
+                spent = sum(name not in self._parts for name in self._members.values())
+                if len(group) < needed and (spent or (group and self._parts)):
                     text = f"{counted(len(group), 'new device')} must wait for a sum of at least {needed}"
-                    cohort.event("waiting-for-batch", text, once=True)
+                    lost = f"; {counted(spent, 'device')} more can be in no further sum of this run" if spent else ""
+                    cohort.event("waiting-for-batch", f"{text}{lost}", once=True)
                 elif group:
                     text = f"no sum of {len(group)} devices{which}: {error}"
+                    text += f"; {counted(spent, 'device')} can be in no further sum of this run" if spent else ""
                     cohort.event(SECURE_SUM_FAILED, f"{text}. The events late and declined of this round say why")
         if failure is not None and not self._parts:
             raise failure
