@@ -175,7 +175,7 @@ def test_more_rows_than_a_sum_takes_are_refused(tmp_path, monkeypatch):
     fleet.sum()
     one = fleet.gradient("device-0", head())
     many = type(one)(gradient=one.gradient, scale=one.scale, loss=one.loss, rows=2**24 // 1000 + 1)
-    monkeypatch.setattr(fleet, "gradient", lambda name, at: many)
+    monkeypatch.setattr(fleet, "gradient", lambda name, at, left_out: many)
     with pytest.raises(SumRefusedError, match="takes at most 16777 rows of one device"):
         fleet.refine("device-0", head())
 

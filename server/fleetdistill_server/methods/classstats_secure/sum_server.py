@@ -144,6 +144,7 @@ class SumServer(ClassStatsServer):
                     cohort.event("waiting-for-batch", f"{text}{lost}", once=True)
                 elif group:
                     text = f"no sum of {len(group)} devices{which}: {error}"
+                    text += "; nothing of them is known" if isinstance(error, QuorumNotReached) else ""
                     text += f"; {counted(spent, 'device')} can be in no further sum of this run" if spent else ""
                     cohort.event(SECURE_SUM_FAILED, f"{text}. The events late and declined of this round say why")
         if failure is not None and not self._parts:
