@@ -189,8 +189,9 @@ class SumServer(ClassStatsServer):
             result = await session.sum(devices)
             self._take(result, session.figures(), parameters, cohort, which)
         except (QuorumNotReached, SecureSumError) as error:
-            self._members |= dict.fromkeys(session.gave_shares, f"sum {session.sid.hex()[:16]}")
-            self._free(session.gave_shares)
+            spent = sorted(session.spent)
+            self._members |= dict.fromkeys(spent, f"sum {session.sid.hex()[:16]}")
+            self._free(spent)
             cohort.report(SECURE_SUMS, {str(number + 1): asdict(session.figures(error))})
             raise
         cohort.report(SECURE_SUMS, {str(number + 1): asdict(session.figures())})
@@ -201,7 +202,9 @@ class SumServer(ClassStatsServer):
             notes.event("wrong-share", f"{device} gave a wrong share of a secret; the sum is right without it", device)
         sums = decode(lift(result.total, parameters.width), parameters)
         if reason := why_implausible(sums, parameters):
-            text = f"the sum of {len(result.devices)} devices is thrown away, {self.after_forgetting}: {reason}"
+            text = (
+                f"{reason}; the sum is thrown away, and with it {len(result.devices)} devices, {self.after_forgetting}"
+            )
             notes.event("implausible-sum", text)
             raise SecureSumError(reason)
         devices, name = len(result.devices), f"sum {result.sid.hex()[:16]}"

@@ -75,7 +75,8 @@ class SumSession:
 
     Attributes:
         sid: Id of the sum, 32 bytes.
-        gave_shares: Ids of the devices that have given their shares.
+        spent: Ids of the devices whose numbers may be in a sum: those that have given their shares, and all that are in
+            it once it is unmasked.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class SumSession:
         self._run, self._roster_key, self._authorities = run, roster_key, authorities
         self._cohort, self._ask, self._parameters, self._nonce = cohort, ask, parameters, nonce
         self.sid = session_id(run, cohort.round, 1, nonce, digest, parameters.pack())
-        self.gave_shares: list[str] = []
+        self.spent: set[str] = set()
         self._asked_devices: dict[str, int] = {}
         self._answered: dict[str, int] = {}
         self._dropped: dict[str, list[str]] = {}
@@ -117,9 +118,11 @@ class SumSession:
             result = unmask(roster, self._parameters.degree, frozenset(boxes), masked, answers, self._parameters.width)
         except PeerError as error:
             raise SecureSumError(f"device {roster.ids[error.index]!r}: {error}") from error
+        members = tuple(roster.ids[index] for index in sorted(masked))
+        self.spent.update(members)
         return SecureSum(
             total=result.total,
-            devices=tuple(roster.ids[index] for index in sorted(masked)),
+            devices=members,
             sid=self.sid,
             roster=roster.digest,
             wrong_shares=tuple(roster.ids[index] for index in result.wrong_shares),
@@ -256,7 +259,7 @@ class SumSession:
         devices = [roster.ids[index] for index in sorted(present)]
         near, result = self._near(roster), dict[int, dict[int, bytes]]()
         async for answer in self._asked(UNMASK, {"session": message}, devices, self._threshold(roster)):
-            self.gave_shares.append(answer.device)
+            self.spent.add(answer.device)
             index, rows = roster.indices[answer.device], _tensor(answer, "shares")
             owners = sorted(shared.intersection([index, *near(index)]))
             if len(rows) == len(owners):
