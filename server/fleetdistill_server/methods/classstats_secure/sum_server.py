@@ -1,4 +1,4 @@
-"""Server half of class statistics by secure sums: it learns the sum of devices' noisy statistics, not one device's.
+"""Server half of class statistics by secure sums: it learns the sum of devices' statistics, not one device's.
 
 docs/reference/methods/classstats_secure.md describes the sum and who has to be trusted for what. Not yet reviewed by a
 cryptographer.
@@ -26,13 +26,7 @@ from fleetdistill.knowledge.secure import (
     SIGNED_KEYS_BYTES,
 )
 from fleetdistill.methods.classstats_private.sums import RowSums
-from fleetdistill.methods.classstats_secure.config import (
-    CERTIFICATES,
-    MIN_IN_SUM,
-    ROSTER,
-    UNSIGNED,
-    SumSettings,
-)
+from fleetdistill.methods.classstats_secure.config import CERTIFICATES, MIN_IN_SUM, ROSTER, UNSIGNED, SumSettings
 from fleetdistill.methods.classstats_secure.encoding import decode, moments_of_sums
 from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK, statistics_digest
 from fleetdistill.methods.classstats_secure.noise import local_variances, noise_bound

@@ -22,7 +22,7 @@ from fleetdistill_server.methods.classstats.refining import RefiningServer
 from fleetdistill_server.methods.classstats_secure.sum_server import SumServer
 from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.traffic import Sizes
-from fleetdistill_server.texts import counted as count_of
+from fleetdistill_server.texts import counted
 
 
 class ClassStatsSummedServer(RefiningServer, SumServer):
@@ -77,7 +77,7 @@ class ClassStatsSummedServer(RefiningServer, SumServer):
         if not earlier:
             return await super()._refined(cohort, asked, moments)
         self._unrefined = self.merge_name
-        text = f"{count_of(len(earlier), 'sum')} of the merge {'is' if len(earlier) == 1 else 'are'} of earlier rounds"
+        text = f"{counted(len(earlier), 'sum')} of the merge {'is' if len(earlier) == 1 else 'are'} of earlier rounds"
         cohort.event("not-refined", f"{text}, whose devices sum no further gradients; the closed form is used")
         return None
 
@@ -111,5 +111,5 @@ class ClassStatsSummedServer(RefiningServer, SumServer):
     def checks_of(self, part: str, objective: Objective) -> GradientChecks:
         """Returns what the gradient of a secure sum must satisfy; without these tests, one wrong mask spoils all."""
         moments = moments_of_sums(from_wire(self._parts[part][0]))
-        counted = next(self._counted[device] for device, name in self._members.items() if name == part)
-        return GradientChecks(moments, counted, objective.labels, objective.mean)
+        labels = next(self._counted[device] for device, name in self._members.items() if name == part)
+        return GradientChecks(moments, labels, objective.labels, objective.mean)
