@@ -410,7 +410,6 @@ class SecureSums:
         from fleetdistill.knowledge import HeadGradient
         from fleetdistill.methods.classstats.exchange import REFINE
         from fleetdistill.methods.classstats_secure.config import ClassStatsSummedConfig
-        from fleetdistill.methods.classstats_secure.exchange import UNMASK
         from fleetdistill.wire.codec import encode
 
         gradient = answer.parts.get("gradient")
@@ -418,7 +417,7 @@ class SecureSums:
             raise SumRefusedError("the run has no secure sums of gradients")
         session = self._current(ask)
         steps = self._sessions.steps(session)
-        if UNMASK not in steps.digests:
+        if not steps.gave_shares:
             raise SumRefusedError("this device has not finished the sum of its class statistics")
         label = encode({name: ask.parts[name] for name in ("head", "plan")}).sha256  # all devices must have the same
         earlier = {name: asked for name, (asked, _) in steps.digests.items() if name.startswith(REFINE)}
