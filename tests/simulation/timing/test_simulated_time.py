@@ -11,11 +11,14 @@ from support.fleets import REPRODUCIBLE, RUNS, SMALL, assert_no_upload_lost, out
 from support.long import long_except
 
 from fleetdistill.errors import RunError
+from fleetdistill.methods import METHODS, config_class
+from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, SHARES, UNMASK
 from fleetdistill_lab.simulation.links.links import run_over_memory
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
 from fleetdistill_lab.simulation.timing.clock import START
+from fleetdistill_server.figures import sums_of
 from fleetdistill_server.store.store import Store
 
 ALWAYS = ((0.0, 1e6, 1.0),)
@@ -146,6 +149,36 @@ def test_a_fleet_that_never_has_enough_devices_is_an_error(tmp_path: Path) -> No
     never = behaviour(((0.0, 40_000.0, 1.0),), ((50_000.0, 80_000.0, 1.0),), repeat_seconds=86_400.0)
     with pytest.raises(RunError, match="no round began for 30 simulated days"):
         run(replace(FLEET, min_devices=3, behaviour=never), tmp_path / "never")
+
+
+# --- secure sums
+
+
+SUMMING = [method for method in METHODS if config_class(method).sums_securely]
+
+
+@pytest.mark.parametrize("method", SUMMING)
+@pytest.mark.parametrize(("answered", "step"), list(enumerate([KEYS, SHARES, INPUT, UNMASK])))
+def test_a_device_vanishes_by_its_trace(tmp_path: Path, method: str, answered: int, step: str) -> None:
+    """Each ask takes 10 s: a device that is there for 10 k + 5 s answers k of them."""
+    settings: dict[str, Any] = {"epsilon": 20.0} if method == "classstats_secure" else {}
+    gone = ((0.0, 10.0 * answered + 5.0, 1.0),)
+    wanted = replace(
+        FLEET,
+        method=method,
+        settings={**settings, "min_in_sum": 4, "dimensions": 32},
+        devices=5,
+        rounds=1,
+        train_limit=400,
+        alpha=100.0,
+        behaviour=behaviour(ALWAYS, ALWAYS, ALWAYS, ALWAYS, gone),
+    )
+    store = run(wanted, tmp_path / "work")
+    (row,) = store.runs.rounds(RUN)
+    (made,) = sums_of(row.figures).values()
+    assert (made.failure, made.dropped) == ("", {step: ["device-4"]})
+    assert made.inputs == (5 if step == UNMASK else 4)
+    store.close()
 
 
 # --- the same seed
