@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import sys
 import time
 
 import pytest
@@ -37,6 +38,24 @@ def test_longest_silent_connections_are_closed_first() -> None:
         strangers.before_handshake()
         assert [number for number, made in enumerate(silent) if _is_closed(made)] == [0, 1, 2, 4]
         assert not _is_closed(handshaking)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs packet filters of sockets, as on Linux")
+def test_none_connects_until_those_over_the_limits_are_closed() -> None:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        strangers = Strangers(Limits(unknown_connections=16, unknown_connections_per_address=8))
+        strangers.watch(listener.getsockname()[1])
+        accepted = []
+        for _ in range(12):
+            stack.enter_context(socket.create_connection(listener.getsockname(), 30))
+            accepted.append(stack.enter_context(listener.accept()[0]))
+        strangers.before_handshake()
+        with pytest.raises(TimeoutError):
+            socket.create_connection(listener.getsockname(), 0.5)
+        for connection in accepted[:4]:
+            connection.close()
+        stack.enter_context(socket.create_connection(listener.getsockname(), 30))
 
 
 def _is_closed(connection: socket.socket) -> bool:
