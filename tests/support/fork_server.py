@@ -21,12 +21,14 @@ _started: weakref.WeakSet[ForkServerProcess] = weakref.WeakSet()
 
 def forked(target: Callable[..., object], *args: Any) -> ForkServerProcess:
     """Starts a process that calls a function. It may start others, and it is killed when this process ends."""
+    process = _context.Process(target=_call, args=(target, *args))
     if "support.preloaded" in sys.modules:  # forked itself: use the same server instead of a second one
         forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
-    else:
-        _ensure_preloaded()
-    process = _context.Process(target=_call, args=(target, *args))
-    process.start()
+        process.start()
+    else:  # a server may start here, which finds only what PYTHONPATH has and ignores a module that it cannot import
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+            process.start()
     _started.add(process)
     return process
 
@@ -34,13 +36,6 @@ def forked(target: Callable[..., object], *args: Any) -> ForkServerProcess:
 def _call(target: Callable[..., object], *args: Any) -> None:
     assert "support.preloaded" in sys.modules, "the fork server could not import support.preloaded"
     target(*args)
-
-
-def _ensure_preloaded() -> None:
-    """Starts the server, which finds only what PYTHONPATH has and ignores a module that it cannot import."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        forkserver.ensure_running()
 
 
 @atexit.register
