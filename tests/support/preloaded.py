@@ -25,10 +25,10 @@ with contextlib.suppress(ImportError):  # not on every platform
     )
 
 
-def _receive_files(connection: socket.socket, count: int) -> list[int]:
+def _receive_files(sock: socket.socket, size: int) -> list[int]:
     """Replaces `reduction.recvfds`, whose EOFError ends the server if a process is killed while it asks for another."""
     try:
-        return receive(connection, count)
+        return receive(sock, size)
     except (EOFError, RuntimeError, OSError) as error:
         raise ConnectionAbortedError(errno.ECONNABORTED, "the process that asked has ended") from error
 
