@@ -24,7 +24,7 @@ def _kill(*_: Any) -> None:
     raise Killed
 
 
-def test_a_process_killed_while_it_asks_for_another_ends_no_server(tmp_path: Path) -> None:
+def test_a_process_killed_while_it_asks_ends_no_server(tmp_path: Path) -> None:
     parents = []
     for name in ("before", "after"):
         process = forked(_save_parent, tmp_path / name)
