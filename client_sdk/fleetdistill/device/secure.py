@@ -323,9 +323,6 @@ class SecureSums:
         content = fingerprint(
             u.tobytes() + int(c).to_bytes(8, "little") for u, c in zip(steps_nf, rows.labels, strict=True)
         )
-        earlier = self._sessions.unfinished()
-        same = earlier is not None and (earlier.run, earlier.rows) == (run, content)
-        is_paid = same and not self._may_be_finished(earlier)
         width = parameters.width
         session = SecureSession(
             sid=sid,
@@ -335,19 +332,12 @@ class SecureSums:
             numbers=to_bytes(wrap(_input_of(steps_nf, rows, parameters, config), width), width),
             parameters=parameters.pack(),
             rows=content,
-            paid_by=earlier.paid_by if earlier is not None and is_paid else sid,
             has_noise=config.guarantee is not None,
             is_signed=config.signs_keys,
             began=self._now(),
         )
         self._sessions.begin(session)
         return session
-
-    def _may_be_finished(self, earlier: SecureSession | None) -> bool:
-        """Returns whether an earlier sum may contain this device although it does not know of it."""
-        if earlier is None:
-            return False
-        return self._sessions.steps(earlier).may_be_finished(is_signed=earlier.is_signed)
 
     def _check_first(self, run: str) -> None:
         """Checks that no sum without noise of a run contains this device: the difference of two would be its part.
@@ -356,7 +346,11 @@ class SecureSums:
             SumRefusedError: One does, or may.
         """
         earlier = self._sessions.unfinished()
-        may_be = earlier is not None and earlier.run == run and self._may_be_finished(earlier)
+        may_be = (
+            earlier is not None
+            and earlier.run == run
+            and self._sessions.steps(earlier).may_be_finished(is_signed=earlier.is_signed)
+        )
         if may_be or self._sessions.is_in_sum(run):
             raise SumRefusedError(
                 "this device is in a sum of this run, or may be; without noise, a second one could show its part"
@@ -390,7 +384,7 @@ class SecureSums:
                 rows=session.rows,
                 most=most,
                 time=self._now(),
-                sum=session.paid_by.hex(),
+                sum=session.sid.hex(),
             )
         except PrivacyBudgetError:
             self._sessions.end(session, "no budget")
@@ -497,7 +491,7 @@ def _check_signer(signer: Signer, device: str) -> None:
 
 
 def _is_charged(ledger: PrivacyLedger, session: SecureSession) -> bool:
-    return any(release.sum == session.paid_by.hex() for release in ledger.releases)
+    return any(release.sum == session.sid.hex() for release in ledger.releases)
 
 
 def _input_of(steps_nf: np.ndarray, rows: PrivateRows, parameters: Parameters, config: SumSettings) -> np.ndarray:

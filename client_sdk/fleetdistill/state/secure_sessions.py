@@ -42,8 +42,6 @@ class SecureSession:
         numbers: Encoded input with its noise, the numbers as bytes.
         parameters: The sum's parameters, 44 bytes.
         rows: Fingerprint of the rows, as in the privacy ledger.
-        paid_by: Id of the sum whose release in the privacy ledger counts for this one: its own, or that of an earlier
-            sum which was not finished.
         has_noise: Whether its release is in the privacy ledger once the device has sent its masked numbers.
         is_signed: Whether the devices signed their keys, so that the server's word is not believed.
         began: Unix time in seconds.
@@ -56,7 +54,6 @@ class SecureSession:
     numbers: bytes
     parameters: bytes
     rows: str
-    paid_by: bytes
     has_noise: bool
     is_signed: bool
     began: float
@@ -145,7 +142,7 @@ class SecureSessions:
         if (earlier := self.open()) is not None:
             self._note_end(earlier, NOT_COUNTED)
         content = asdict(session)
-        for name in ("sid", "root", "parameters", "paid_by"):
+        for name in ("sid", "root", "parameters"):
             content[name] = content[name].hex()
         content["numbers"] = base64.b64encode(session.numbers).decode()
         failpoints.hit("device.secure.before-freeze")
@@ -253,7 +250,6 @@ def _session_of(saved: Mapping[str, Any]) -> SecureSession:
         numbers=base64.b64decode(saved["numbers"], validate=True),
         parameters=bytes.fromhex(saved["parameters"]),
         rows=str(saved["rows"]),
-        paid_by=bytes.fromhex(saved["paid_by"]),
         has_noise=bool(saved["has_noise"]),
         is_signed=bool(saved["is_signed"]),
         began=float(saved["began"]),
