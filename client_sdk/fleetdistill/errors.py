@@ -209,7 +209,7 @@ class DeviceBusyError(FleetDistillError):
     def __init__(self, call: str, working: str) -> None:
         super().__init__(
             f"Device.{call} was called while Device.{working} works on the device; "
-            "only one thread at a time can do so. Call it again after the other one has ended"
+            "only one thread at a time can do so. Call it again after the other one has ended; stop() ends it"
         )
         self.call, self.working = call, working
 

@@ -70,6 +70,16 @@ def test_a_condition_holds_by_the_apps_probe(name: str, settings: Any, good: Any
     assert reason(Eligibility(**settings, probes={name: lambda: None})) == f"{name} cannot be measured"
 
 
+@pytest.mark.parametrize("value", ["41.5\n", [41.5], True, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "settings", [{"max_temperature": 45}, {"min_free_memory": 9}, {"min_free_disk": 9}], ids=lambda one: next(iter(one))
+)
+def test_a_probe_without_a_number_does_not_hold(settings: dict[str, Any], value: Any) -> None:
+    (name,) = (setting.partition("_")[2] for setting in settings)
+    text = f"{name} cannot be used: its probe returned {value!r}, expected a finite number"
+    assert reason(Eligibility(**settings, probes={name: lambda: value})) == text
+
+
 def test_a_probe_that_fails_does_not_hold_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     conditions = Conditions(Eligibility(unmetered=True, probes={"unmetered": lambda: bool(1 // 0)}), Path())
     for _ in range(3):

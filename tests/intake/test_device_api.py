@@ -91,7 +91,7 @@ def test_device_to_forget_does_not_wait_for_stopped_run(fleet: Fleet) -> None:
     fleet.store.devices.ask_to_forget(RUN, identity.device)
     response = fleet.api.next_ask(identity)
     assert response is not None
-    assert "requested its deletion" in response.finished
+    assert "its deletion was requested" in response.finished
 
 
 def test_a_heartbeat_tells_whether_the_work_still_counts(fleet: Fleet) -> None:

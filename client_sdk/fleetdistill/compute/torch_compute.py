@@ -316,7 +316,8 @@ class TorchCompute(DeliveringCompute[nn.Module]):
                 self._received.load_state_dict(state["received"])
             self._restore_delivered(state["model"], {} if delivered is None else unpack_state(delivered))
         except (RuntimeError, ValueError, KeyError) as error:
-            raise ModelError(f"the saved state does not fit the app's model: {error}; use a fresh state_dir") from error
+            reason = " ".join(str(error).split())[:300]  # torch lists each tensor on a line of its own
+            raise ModelError(f"the saved state is of another model: {reason}; use a fresh state_dir") from error
 
     def _restore_delivered(self, first: Any, saved: Mapping[str, Any]) -> None:
         """Restores the delivered variants; before the first delivery the app has the model of the state."""

@@ -71,6 +71,7 @@ class Deployer:
         self._not_recorded = 0  # number of the version for which the disk was full; tried again at the next delivery
         self._measured: dict[int, float] = {}  # accuracy of versions on the current validation data, by number
         self._measured_by: Compute | None = None
+        self._may_withdraw = False  # a request to roll back of this process, which no turn has begun to carry out
 
     def announce(self, number: int, replacement: Replacement) -> None:
         """Stores before the commit of an answer that it delivers a version, so that a crash leaves no outdated file."""
@@ -278,11 +279,15 @@ class Deployer:
                 f"{self._deployment.keep_versions} (Deployment(keep_versions=...)), and the first delivery is version 1"
             )
         self.versions.request_roll_back(previous, pinned=True)
+        self._may_withdraw = True
         return previous.number
 
     def roll_forward(self) -> int:
         """Stores that the app takes deliveries again; returns the number of the version that it uses then."""
         self.versions.unpin()
+        if self._may_withdraw:
+            self._may_withdraw = False
+            self.versions.end_roll_back()
         version = self.versions.held() or self.versions.requested()
         return self.version if version is None else version.number
 
@@ -318,10 +323,11 @@ class Deployer:
         return self._measured[version.number]
 
     def _roll_back(self) -> None:
-        version, in_use = self.versions.requested(), self.versions.in_use()
-        if version is None or in_use is None:
-            return
         with self._parts.lock.held():
+            version, in_use = self.versions.requested(), self.versions.in_use()
+            if version is None or in_use is None:
+                return
+            self._may_withdraw = False
             self.versions.roll_back(version)
             self._backend.forget_state()
             if self._deployment.export == "round" and not version.files:

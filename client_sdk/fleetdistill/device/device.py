@@ -486,6 +486,7 @@ class Device:
     def roll_forward(self) -> int:
         """Ends the effect of `roll_back`: from the next turn on the app takes deliveries again.
 
+        A roll-back that no turn has carried out yet does not take place.
         If there were deliveries in the meantime, the app's model becomes the newest of them, with the event
         `delivered`. Without an earlier `roll_back` there is no effect. Thread-safe.
 

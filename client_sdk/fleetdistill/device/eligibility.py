@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from numbers import Real
 from pathlib import Path
 
 from fleetdistill.checked import check_flag, check_type
@@ -128,6 +129,8 @@ class Conditions:
         if name not in _LIMITS:
             given = "" if isinstance(value, bool) else f": its probe returned {value!r}, expected True or False"
             return "" if value is True else _TEXTS.get(name, f"{name} does not hold") + given
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            return f"{name} cannot be used: its probe returned {value!r}, expected a finite number"
         setting, sign, text = _LIMITS[name]
         limit = getattr(self._eligibility, setting)
         return "" if sign * value <= sign * limit else text.format(value, limit)

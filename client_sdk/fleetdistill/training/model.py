@@ -289,7 +289,8 @@ def _try_taps(model: nn.Module, taps: FeatureModel, samples: Tensor, classes: in
             logits, again = taps(samples), taps.predict(taps.features(samples))
     except Exception as error:  # the app's code can raise any exception
         reason = str(error).strip().split("\n")[0]
-        raise ModelError(f"{name} fails on samples of shape {tuple(samples.shape)}: {reason}") from error
+        remedy = f"build the model for inputs of shape {list(samples.shape[1:])}"
+        raise ModelError(f"{name} fails on samples of shape {tuple(samples.shape)}: {reason}; {remedy}") from error
     if logits.ndim != 2 or len(logits) != len(samples) or (classes is not None and logits.shape[1] != classes):
         expected = f"[{len(samples)}, {'classes' if classes is None else classes}]"
         remedy = "" if classes is None else f"; the run has {classes} classes, build the model for as many"

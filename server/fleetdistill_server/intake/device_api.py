@@ -195,7 +195,7 @@ class DeviceApi:
         if work.status in OVER:
             return service_pb2.NextAskResponse(finished=f"{work.status}: {work.reason}")
         if caller.forget_asked_at is not None:
-            text = f"the operator removed {device} from run {run!r} and requested its deletion; the app keeps its model"
+            text = f"{device} was removed from run {run!r}, and its deletion was requested; the app keeps its model"
             return service_pb2.NextAskResponse(finished=f"{text} and may join under another id")
         if work.status is RunStatus.STOPPED:
             return _wait_for_restart(work.reason, min(STOPPED_SECONDS, self.sessions.lease_seconds / 4))

@@ -7,7 +7,7 @@ import hmac
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from fleetdistill.errors import RefusedError
@@ -116,7 +116,7 @@ class Sessions:
             return known[0]
         known_run = self._store.runs.get(run)
         if known_run is None:
-            raise unknown_run(run)
+            raise unknown_run(run, self._store.runs.names(without=OVER))
         if not known_run.contract:
             raise RefusedError(Code.NOT_READY, f"run {run!r} is being prepared")
         contract = contract_pb2.Contract.FromString(known_run.contract)
@@ -260,9 +260,10 @@ class Sessions:
             self._refusals.note_left_out()
 
 
-def unknown_run(run: str) -> RefusedError:
-    """Returns the error for a run that does not exist."""
-    return RefusedError(Code.UNKNOWN_RUN, f"the server has no run {run!r}")
+def unknown_run(run: str, others: Sequence[str] = ()) -> RefusedError:
+    """Returns the error for a run that does not exist, with up to ten that a device may name instead."""
+    remedy = f"; set Server(run=...) to one of: {', '.join(others[:10])}" if others else ""
+    return RefusedError(Code.UNKNOWN_RUN, f"the server has no run {run!r}{remedy}")
 
 
 def id_taken(device: str) -> RefusedError:

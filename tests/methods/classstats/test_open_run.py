@@ -171,7 +171,7 @@ def test_a_forgotten_device_is_told_so_when_it_comes_back(fleet: Fleet) -> None:
 
     fleet.come("c")
     fleet.play(forget, come_back, fleet.look)
-    assert said[-1].startswith(f"finished: the operator removed a from run '{RUN}' and requested its deletion")
+    assert said[-1].startswith(f"finished: a was removed from run '{RUN}', and its deletion was requested")
     assert fleet.devices["a"].step(0.0) is Step.FINISHED
     assert sorted(fleet.devices["a"].models) == [GENERAL, OWN, PERSONAL]
     rows = {row["device"]: row["forgotten"] for row in views.devices(store, RUN).lists["devices"]}
