@@ -46,8 +46,9 @@ def test_the_figures_of_the_server() -> None:
     lists: dict[str, list[dict[str, Any]]] = {
         "queue": [{"engine": True}, {"engine": False}],
         "certificates": [
-            {"holder": "CA", "expires": "1970-02-01T00:00:00Z"},
-            {"holder": "server", "expires": "1970-01-11T00:00:00Z"},
+            {"holder": "CA", "expires": "1970-02-01T00:00:00Z", "state": "valid"},
+            {"holder": "server", "expires": "1970-01-11T00:00:00Z", "state": "valid"},
+            {"holder": "viewer-vera", "expires": "1970-01-02T00:00:00Z", "state": "revoked"},
         ],
         "backups": [
             {"at": "1970-01-03T00:00:00Z", "result": "failed: no space"},
@@ -81,7 +82,7 @@ def test_the_server_is_seen_from_its_machine_and_from_elsewhere(tmp_path: Path, 
             with dashboard(tmp_path, *where) as url:
                 page.goto(url)
                 page.get_by_text("viewer-vera, in").wait_for()
-                page.get_by_text(r"The server works. Soon: the certificate of").wait_for()  # hers is valid for a day
+                page.get_by_text(r"The server works, but the certificate of").wait_for()  # hers is valid for a day
                 picture(page, f"server-glance{where[0]}")
                 page.get_by_role("link", name="Server").click()
                 for name in ("supervisor", "front", "engine", RUN, "CA", "Python"):

@@ -502,6 +502,8 @@ def test_method_notes_are_written_with_state_and_not_before(
 
 
 def test_a_device_that_is_not_there_is_a_clear_error(run: Halted, store: Store) -> None:
+    with pytest.raises(ConfigurationError, match="there is no run 'no-run'; runs in the store: simulation"):
+        ask_to_forget(store, "no-run", "nobody", served=False)
     with pytest.raises(ConfigurationError, match="run 'simulation' has no device 'nobody'"):
         ask_to_forget(store, RUN, "nobody", served=False)
 

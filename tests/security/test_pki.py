@@ -234,6 +234,7 @@ def test_tokens_carry_the_port_that_the_front_took(tmp_path: Path) -> None:
         (["--run", "a/b"], "run is 'a/b', must be 1 to 64 letters"),
         (["--enrol-port", "0"], "--enrol-port is 0, must be 1 to 65535"),
         (["--revoke", "zz"], "must be 8 to 64 lowercase hex digits"),
+        (["--revoke", "0" * 16], "there is no token '0000000000000000'; `fleetdistill enrol --list` shows the hashes"),
         (["--server", "127.0.0.1:1"], "--server requires --identity DIR"),
         (["--server", "127.0.0.1:1", "--list"], "--list and --revoke cannot be combined with --server"),
         (["--server", "127.0.0.1:1", "--revoke", "0" * 16], "--list and --revoke cannot be combined with --server"),

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.config.server_config import ServerConfig
-from fleetdistill_server.event_kinds import ENGINE_FAILED
+from fleetdistill_server.event_kinds import ENGINE_FAILED, PROCESS_HANGS
 from fleetdistill_server.service import engine_process, front_process, serve_lock
 from fleetdistill_server.service.engine_files import engine_directory
 from fleetdistill_server.service.engine_process import EngineProcess, EngineSlot
@@ -320,6 +320,8 @@ def test_a_stopped_front_is_seen_until_it_goes_on(tmp_path: Path) -> None:
         wait_until(lambda: not problems(store, tmp_path / "store"), "the front to go on", 60)
         wait_until(lambda: "the front no longer hangs" in "".join(server.said), "the log")
         assert "".join(server.said).count("the front hangs: ") == 1
+        events = [event.text for event in store.history.events(RUN, PROCESS_HANGS)]
+        assert (len(events), events[1]) == (2, "the front no longer hangs")
         store.close()
 
 

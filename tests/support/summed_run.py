@@ -1,4 +1,4 @@
-"""A run of five devices with secure sums, of which the first one fails: devices leave before they send their inputs."""
+"""A run of five devices with secure sums, of which the first one fails: devices leave before they send their shares."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.driving import Drive, run_engine
 from support.fleets import prepare
 
 from fleetdistill import Device
-from fleetdistill.methods.classstats_secure.exchange import INPUT
+from fleetdistill.methods.classstats_secure.exchange import INPUT, SHARES
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_device
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.settings import Simulation
@@ -34,8 +34,8 @@ SETTINGS = Simulation(
     with_alone=False,
     with_fedavg=False,
 )
-LEAVE: Mapping[int, tuple[str, ...]] = {1: ("device-3", "device-4"), 2: ("device-4",)}
-"""Devices that leave when they are asked for their masked numbers, by round."""
+LEAVE: Mapping[tuple[int, str], tuple[str, ...]] = {(1, SHARES): ("device-3", "device-4"), (2, INPUT): ("device-4",)}
+"""Devices that leave when they are asked, by round and step."""
 
 
 class Leaving:
@@ -48,7 +48,7 @@ class Leaving:
     def step(self, wait_seconds: float) -> None:
         name = self._spec.name
         ask = self._store.asks.next_open(RUN, name)
-        if ask is not None and ask.step == INPUT and name in LEAVE.get(ask.round, ()):
+        if ask is not None and name in LEAVE.get((ask.round, ask.step), ()):
             assert self._device is not None
             self._device.close()
             self._device = None

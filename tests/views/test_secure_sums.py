@@ -38,12 +38,12 @@ def store(directory: Path) -> Iterator[Store]:
 def test_a_run_shows_who_dropped_out_of_its_sums(store: Store) -> None:
     failed, made = views.run(store, RUN).lists["secure_sums"]
     steps = ("round", "sum", "asked", "keys", "boxes", "inputs", "signatures", "shares")
-    assert [failed[name] for name in steps] == [1, None, 5, 5, 5, 3, None, None]
+    assert [failed[name] for name in steps] == [1, None, 5, 5, 3, None, None, None]
     assert [made[name] for name in steps] == [2, None, 5, 5, 5, 4, None, 4]
-    assert failed["status"] == "failed: 3 of 5 devices answered secure_input, 4 were needed"
+    assert failed["status"] == "failed: 3 of 5 devices answered secure_shares, 4 were needed"
     assert made["status"] == "made"
     assert [row["dropped"] for row in (failed, made)] == [
-        "device-3, device-4 at secure_input",
+        "device-3, device-4 at secure_shares",
         "device-4 at secure_input",
     ]
     for row in (failed, made):  # of five devices that sent keys, floor(10 / 3) + 1 must give shares
@@ -73,7 +73,7 @@ def test_the_events_tell_of_the_sums(store: Store) -> None:
     assert made.text.startswith("the sum of 4 devices is made in ")
     assert "; 4 of them gave shares, 4 were needed; dropped out: device-4 at secure_input (" in made.text
     (failed,) = store.history.events(RUN, "secure-sum-failed")
-    assert failed.text.startswith("no sum of 5 devices: step 'secure_input': 3 devices answered, the quorum is 4;")
+    assert failed.text.startswith("no sum of 5 devices: step 'secure_shares': 3 devices answered, the quorum is 4;")
 
 
 def test_runs_show_prints_the_sums(directory: Path) -> None:
@@ -82,7 +82,7 @@ def test_runs_show_prints_the_sums(directory: Path) -> None:
     _, _, heading, _, first, second = done.output[done.output.index("secure_sums (2)") :].splitlines()[:6]
     shown = ["round", "status", "asked", "inputs", "q", "t", "m", "dropped", "seconds", "bytes up", "bytes down"]
     assert heading.split() == " ".join(shown).split()
-    said = "1 failed: 3 of 5 devices answered secure_input, 4 were needed 5 3 4 4 4 device-3, device-4 at secure_input "
+    said = "1 failed: 3 of 5 devices answered secure_shares, 4 were needed 5 4 4 4 device-3, device-4 at secure_shares "
     assert " ".join(first.split()).startswith(said)
     assert " ".join(second.split()).startswith("2 made 5 4 4 4 4 device-4 at secure_input ")
 

@@ -74,6 +74,24 @@ def test_a_revoked_person_s_certificate_is_not_called_valid(tmp_path: Path) -> N
     store.close()
 
 
+def test_an_expired_certificate_of_the_server_is_a_problem(tmp_path: Path) -> None:
+    """Nobody can connect, so it is no mere warning; an expired one of a person is."""
+    authority, store = make_pki(tmp_path / "pki"), Store.open(tmp_path / "store")
+    authority.issue_server([], 1e-9)
+    authority.issue_person(Role.VIEWER, "vera", 1e-9, tmp_path / "pki" / "viewer-vera")
+    (tmp_path / "store" / serve_lock.SERVED_FILE).write_text(
+        f"[server]\npki = {str(tmp_path / 'pki')!r}\nenrol_listen = '127.0.0.1:0'\n"
+    )
+    with serve_lock.take(tmp_path / "store"):
+        facts = server(store, tmp_path / "store").facts
+    (problem,) = facts["problems"]
+    assert problem.startswith("the certificate of the server has expired, so nobody can connect; renew it with")
+    assert facts["warnings"] == [
+        "the certificate of viewer-vera has expired; issue another with `fleetdistill pki issue`"
+    ]
+    store.close()
+
+
 def test_the_limits_of_the_disk_are_those_that_the_server_has(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     (tmp_path / serve_lock.SERVED_FILE).write_text("[server]\nkeep_free_bytes = 3\ndisk_budget_bytes = 5\n")

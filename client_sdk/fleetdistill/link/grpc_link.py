@@ -344,9 +344,12 @@ def _translate(error: Any, server: str) -> FleetDistillError:
     return LinkError(f"call to server {server} failed: {error.code().name}, {details}")
 
 
-_BAD_CERTIFICATE = "its certificate is not from a trusted CA, or not for this host name"
+_BAD_CERTIFICATE = (
+    "its certificate is not from a trusted CA, not for this host name, or expired; `fleetdistill doctor` tells which"
+)
 _NOTHING_LISTENS = "nothing listens on this port; check the port, and whether the server is running"
 _REASONS = {
+    "certificate has expired": "its certificate has expired; the operator has to renew it",
     "CERTIFICATE_VERIFY_FAILED|Hostname Verification Check failed": _BAD_CERTIFICATE,
     "address lookup failed|DNS resolution failed|errors resolving": (
         "the host name cannot be resolved; check the name and this machine's DNS"

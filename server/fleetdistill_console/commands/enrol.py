@@ -96,6 +96,8 @@ def _list_or_revoke(store: Store, revoke: Sequence[str], as_json: bool) -> None:
         if not re.fullmatch(r"[0-9a-f]{8,64}", prefix):
             text = "must be 8 to 64 lowercase hex digits; `fleetdistill enrol --list` shows the hashes"
             raise ConfigurationError(f"--revoke is {prefix!r}, {text}")
+        if not any(token.hash.hex().startswith(prefix) for token in store.credentials.tokens()):
+            raise ConfigurationError(f"there is no token {prefix!r}; `fleetdistill enrol --list` shows the hashes")
     text = local_log(store).commit(
         local_call("RevokeTokens", {"hashes": list(revoke)}),
         lambda store: f"{counted(sum(map(store.credentials.revoke_tokens, revoke)), 'token')} revoked",

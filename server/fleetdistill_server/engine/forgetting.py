@@ -146,6 +146,7 @@ def ask_to_forget(store: Store, run: str, device: str, *, served: bool) -> bool:
     Raises:
         ConfigurationError: The store has no such run, or the run has no such device.
     """
+    store.runs.existing(run)
     if not store.devices.ask_to_forget(run, device):
         raise ConfigurationError(f"run {run!r} has no device {device!r}; list its devices with `fleetdistill devices`")
     if device not in store.devices.to_forget(run):

@@ -19,7 +19,7 @@ import tomli_w
 from fleetdistill.errors import StoreError
 from fleetdistill.link.credentials import write_private
 from fleetdistill_server.config.server_config import OF_A_RUN, ServerConfig
-from fleetdistill_server.event_kinds import ENGINE_FAILED, ENGINE_RESTARTED
+from fleetdistill_server.event_kinds import ENGINE_FAILED, ENGINE_RESTARTED, PROCESS_HANGS
 from fleetdistill_server.logs import about
 from fleetdistill_server.service.child import Child
 from fleetdistill_server.service.engine_files import engine_directory
@@ -340,7 +340,9 @@ class EngineProcess:
     def _kill_if_hung(self) -> None:
         """Kills an engine without heartbeats, so that it is restarted; only SIGKILL ends a stopped process."""
         silent = self._beats.silent_seconds()
-        self._beats.log_hang("the engine", self.run)
+        if hang := self._beats.log_hang("the engine", self.run):
+            with contextlib.suppress(StoreError):
+                self._store.history.add_event(self.run, PROCESS_HANGS, hang)
         if silent < (self._limit if self._beats.seen else max(self._limit, _START_SECONDS)):
             return
         self.child.process.kill()

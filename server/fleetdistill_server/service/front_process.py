@@ -49,16 +49,19 @@ class FrontProcess:
         )
         self._read_ports()
 
-    def look(self) -> None:
+    def look(self) -> str:
         """Starts the front again if it has exited, and logs if it hangs; call this regularly.
 
-        Raises RunError if it never listened and cannot.
+        Returns:
+            What was logged if it begins or ceases to hang; else empty.
+
+        Raises:
+            RunError: It never listened and cannot.
         """
         code = self._child.process.poll()
         if code is None:
             self._beats.silent_seconds()
-            self._beats.log_hang("the front")
-            return
+            return self._beats.log_hang("the front")
         if code == EXIT_CANNOT_LISTEN and self.port is None:
             raise RunError(f"see {self._log or 'the log above'}")
         logger.warning("the front exited with status %s; restarting it", code)
@@ -72,6 +75,7 @@ class FrontProcess:
         self._reset_heartbeat()
         self._child.start_again()
         self._read_ports()
+        return ""
 
     def state(self) -> ProcessState:
         """Returns what metrics say of the process."""

@@ -96,13 +96,18 @@ class HeartbeatMonitor:
             self.seen = True
         return self._silent
 
-    def log_hang(self, what: str, run: str = "") -> None:
-        """Logs when a hang begins and when it ends, one line each; call this after `silent_seconds`."""
+    def log_hang(self, what: str, run: str = "") -> str:
+        """Logs when a hang begins and when it ends, one line each; call this after `silent_seconds`.
+
+        Returns:
+            The line that was logged; empty if nothing has changed.
+        """
         if bool(self.hangs) == self._logged:
-            return
+            return ""
         self._logged = not self._logged
         text = f"hangs: it has sent no heartbeat since {self.hangs}" if self._logged else "no longer hangs"
         logger.warning("%s %s", what, text, extra=about(run=run))
+        return f"{what} {text}"
 
 
 def silent_since(path: Path) -> str:

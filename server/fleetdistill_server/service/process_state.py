@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fleetdistill_server.service.heartbeat import BEAT_SECONDS, silent_since
 
-__all__ = ["ENGINE", "ProcessState"]
+__all__ = ["ENGINE", "SUPERVISOR", "ProcessState"]
 
 FRONT, ENGINE, SUPERVISOR = "front", "engine", "supervisor"
 """Names of the processes."""
@@ -22,7 +22,7 @@ _HANGS = {
     "supervisor start another",
     ENGINE: "the engine of run {run!r} hangs: it has sent no heartbeat since {since}",
     SUPERVISOR: "the supervisor hangs (process {pid}): it has done nothing since {since}, and would start no front or "
-    "engine again",
+    "engine again; end it with `kill -9 {pid}`, and start the server again",
 }
 
 

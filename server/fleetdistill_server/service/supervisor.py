@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from fleetdistill.device.interrupts import StopRequest
-from fleetdistill.errors import NoSpaceError, RunError, StoreUnavailableError
+from fleetdistill.errors import NoSpaceError, RunError, StoreError, StoreUnavailableError
 from fleetdistill.link.credentials import write_private
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import ServerConfig
+from fleetdistill_server.event_kinds import PROCESS_HANGS
 from fleetdistill_server.logs import Interruption, about
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.engine_process import engines_at_once, make_slots
@@ -37,7 +38,7 @@ from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.operator_calls import BEGUN, LOCAL, caller_in_words
 from fleetdistill_server.store.records import OperatorCall
-from fleetdistill_server.store.states import OVER, RunStatus
+from fleetdistill_server.store.states import ACTIVE, OVER, RunStatus
 from fleetdistill_server.store.store import Store
 
 __all__ = ["Supervisor"]
@@ -255,9 +256,15 @@ class Supervisor:
 
     def _look_after_front(self, front: FrontProcess) -> None:
         try:
-            front.look()
+            hang = front.look()
         except RunError as error:
-            raise RunError(f"the front cannot listen on {self._server.listen}; {error}") from error
+            tls = self._server.tls()
+            where = self._server.listen if tls is None else f"{self._server.listen} and {tls.enrol_listen}"
+            raise RunError(f"the front cannot listen on {where}; {error}") from error
+        for run in self.store.runs.all() if hang else ():
+            if run.status in ACTIVE:
+                with contextlib.suppress(StoreError):
+                    self.store.history.add_event(run.name, PROCESS_HANGS, hang)
 
     def _on_failed(self, run: str, reason: str) -> None:
         """Ends a server of one run; a server of many goes on, and the run's status has the reason."""

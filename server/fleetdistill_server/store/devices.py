@@ -137,8 +137,7 @@ class Devices:
         """Marks a device as absent and closes its open asks with this reason."""
         with self._db.transaction():
             self._db.write(
-                "UPDATE devices SET present = 0, last_seen = ? WHERE run = ? AND device = ?",
-                self._db.now(),
+                "UPDATE devices SET present = 0 WHERE run = ? AND device = ?",
                 run,
                 device,
             )

@@ -9,7 +9,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.config.server_config import ServerSection, load_server_config
 from fleetdistill_server.service.engine_files import engine_directory
 from fleetdistill_server.service.heartbeat import SILENT_SECONDS, HeartbeatMonitor
-from fleetdistill_server.service.process_state import ENGINE, ProcessState, read_processes
+from fleetdistill_server.service.process_state import ENGINE, SUPERVISOR, ProcessState, read_processes
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.service.served import queue_of
 from fleetdistill_server.store.blobs import disk_errors
@@ -36,7 +36,12 @@ def problems(store: Store, directory: Path) -> list[str]:
         server = load_server_config(directory / SERVED_FILE).server
     except ConfigurationError:  # of a server by hand
         return result
-    return [*result, *_of_the_disk(server, directory)]
+    result += _of_the_disk(server, directory)
+    if server.tls() is not None:
+        from fleetdistill_server.views.certificates import expired  # imports an optional package
+
+        result += expired(server)
+    return result
 
 
 def problems_of_processes(store: Store, directory: Path) -> list[str]:
@@ -105,7 +110,10 @@ class EngineHealth:
         if served_now is None or (self._beats and not here and self._store.database.is_remote):
             return [] if self._store.database.is_listening("engine") else [_NONE]
         listed = [
-            text for process in read_processes(self._directory) if process.name == ENGINE for text in process.problems()
+            text
+            for process in read_processes(self._directory)
+            if process.name in (ENGINE, SUPERVISOR)
+            for text in process.problems()
         ]
         return list(dict.fromkeys([*listed, *(_problem(run, beats.hangs) for run, beats in bad.items())]))
 

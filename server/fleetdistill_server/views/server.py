@@ -10,14 +10,11 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from cryptography import x509
-
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.link.credentials import AUTHORITIES, IDENTITY
+from fleetdistill.link.credentials import IDENTITY
 from fleetdistill.version import VERSION
 from fleetdistill_server.config.server_config import ServerSection, load_server_config
 from fleetdistill_server.security.certificates import Role
-from fleetdistill_server.security.pki import SERVER
 from fleetdistill_server.service.process_state import FRONT, read_processes
 from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
 from fleetdistill_server.service.served import Served, served
@@ -26,6 +23,7 @@ from fleetdistill_server.store.location import read_location
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import when
+from fleetdistill_server.views.certificates import OWN, RENEWALS, expiry_of
 from fleetdistill_server.views.health import failed_runs, problems
 from fleetdistill_server.views.runs import TableRow, View, shown_status
 
@@ -64,7 +62,7 @@ def server(store: Store, directory: Path) -> View:
     facts = {
         "problems": problems(store, directory),
         "failed_runs": failed_runs(store),
-        "warnings": [_warning(row) for row in certificates if row["state"] in _DUE and not row["device"]],
+        "warnings": [_warning(row) for row in certificates if _is_due(row)],
         "serves": served_now is not None,
         "version": VERSION,
         "engines_at_once": 0 if served_now is None else served_now.engines,
@@ -140,10 +138,9 @@ def _own_certificates(section: ServerSection, store: Store) -> Iterator[TableRow
         path for role in (Role.OPERATOR, Role.VIEWER) for path in tls.directory.glob(f"{role}-*/{IDENTITY}")
     )
     revoked = {revocation.subject.replace(":", "-", 1) for revocation in store.credentials.revocations()}
-    files = {"server": tls.directory / SERVER, "CA": tls.directory / AUTHORITIES}
+    files = {holder: tls.directory / name for holder, name in OWN.items()}
     for holder, path in {**files, **{path.parent.name: path for path in people}}.items():
-        with contextlib.suppress(OSError, ValueError):  # it is being replaced
-            ends = x509.load_pem_x509_certificates(path.read_bytes())[0].not_valid_after_utc.timestamp()
+        if (ends := expiry_of(path)) is not None:
             row = _certificate(holder, "", ends, SOON_SECONDS)
             yield row | {"state": "revoked"} if holder in revoked else row
 
@@ -170,9 +167,16 @@ def _certificate(holder: str, device: str, ends: float, soon: float) -> TableRow
     return {"holder": holder, "device": device, "expires": when(ends), "state": state}
 
 
+def _is_due(row: TableRow) -> bool:
+    """Returns whether a person has to renew a certificate; an expired one of the server itself is a problem."""
+    is_problem = row["state"] == _DUE[0] and row["holder"] in OWN
+    return row["state"] in _DUE and not row["device"] and not is_problem
+
+
 def _warning(row: TableRow) -> str:
-    verb = "has expired" if row["state"] == "expired" else f"expires at {row['expires']}"
-    return f"the certificate of {row['holder']} {verb}; renew it with `fleetdistill pki`"
+    verb = "has expired" if row["state"] == _DUE[0] else f"expires at {row['expires']}"
+    remedy = RENEWALS.get(row["holder"], "issue another with `fleetdistill pki issue`")
+    return f"the certificate of {row['holder']} {verb}; {remedy}"
 
 
 def _backups(store: Store) -> list[TableRow]:

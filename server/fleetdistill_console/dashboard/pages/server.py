@@ -115,7 +115,7 @@ def sentence(facts: TableRow, problem: str) -> tuple[str, str]:
             "No server works on this store. Start one with `fleetdistill serve server.toml`.",
         )
     if facts["warnings"]:
-        return "warn", f"The server works. Soon: {'; '.join(facts['warnings'])}."
+        return "warn", f"The server works, but {'; '.join(facts['warnings'])}."
     return "good", "Everything is all right."
 
 
@@ -125,7 +125,8 @@ def tiles(view: View, runs: Sequence[TableRow], now: float | None = None) -> dic
     facts, lists = view.facts, view.lists
     used = sum(row["engine"] for row in lists["queue"])
     states = Counter(_without_details(row["status"]) for row in runs)
-    expiring = min(lists["certificates"], key=lambda row: str(row["expires"]), default=None)
+    valid = [row for row in lists["certificates"] if row["state"] != "revoked"]
+    expiring = min(valid, key=lambda row: str(row["expires"]), default=None)
     return {
         _ENGINES: f"{used} of {facts['engines_at_once']} at work" if facts["serves"] else UNKNOWN,
         _RUNS: ", ".join(f"{count:,} {state}" for state, count in sorted(states.items())) or "none",
