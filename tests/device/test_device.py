@@ -89,6 +89,14 @@ def test_a_state_directory_of_another_run_or_device_is_refused(fleet: Fleet, tmp
         make_device(fleet, tmp_path, device_id="e")
 
 
+def test_names_that_no_server_accepted_may_be_corrected(fleet: Fleet, tmp_path: Path) -> None:
+    with make_device(fleet, tmp_path, run="typo", device_id="e") as device, pytest.raises(RefusedError, match="no run"):
+        device.step(0)
+    with make_device(fleet, tmp_path) as device:
+        device.step(0)
+        assert fleet.store.devices.present(RUN) == ["d"]
+
+
 def test_lost_response_to_first_check_in_does_not_lock_id(fleet: Fleet, tmp_path: Path) -> None:
     class Losing(MemoryLink):
         def check_in(self, identity: Any, profile: Any) -> Any:

@@ -97,8 +97,9 @@ def test_an_empty_run_name_means_the_only_run(fleet: Fleet) -> None:
 
 def test_a_run_that_is_unknown_or_still_prepared_is_refused(fleet: Fleet) -> None:
     fleet.store.runs.begin("soon", {})
+    others = f"; set Server(run=...), or use a state directory, of one of: {RUN}, soon"
     for run, code, text in (
-        ("other", Code.UNKNOWN_RUN, f"the server has no run 'other'; set Server(run=...) to one of: {RUN}, soon"),
+        ("other", Code.UNKNOWN_RUN, f"the server has no run 'other'{others}"),
         ("soon", Code.NOT_READY, "run 'soon' is being prepared"),
     ):
         with pytest.raises(RefusedError) as error:

@@ -8,15 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from fleetdistill.errors import ConfigurationError, StateError
+from fleetdistill.link.credentials import is_enrolled
 from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.state.directory import Storage
+from fleetdistill.state.saved_profile import CONTRACT, PROFILE
 from fleetdistill.wire.v1 import service_pb2
 
 __all__ = ["save_identity"]
 
+_NAMES = {"run": "run", "device": "device id"}
+"""How errors name the fields."""
+
 
 def load_identity(storage: Storage, run: str, device_id: str | None) -> service_pb2.Identity:
     """Loads the identity from a state directory; creates and saves one in a new directory.
+
+    Until a server has accepted the device, the app may correct the run's name and, without a certificate, the id.
 
     Args:
         storage: State directory of the device.
@@ -28,12 +35,18 @@ def load_identity(storage: Storage, run: str, device_id: str | None) -> service_
         StateError: The directory belongs to another run or device, or is damaged.
     """
     saved = storage.load_identity()
-    _check_belongs(storage.directory, saved, run, device_id)
+    accepted = any(storage.load(name) is not None for name in (PROFILE, CONTRACT))
+    if accepted:
+        _check_belongs(storage.directory, saved, "run", run)
+        run = run or saved.get("run", "")
+    if accepted or is_enrolled(storage.directory):
+        _check_belongs(storage.directory, saved, "device", device_id)
     device = device_id or saved.get("device") or str(uuid.uuid4())
     if not is_name(device):
         raise ConfigurationError(f"device_id is {device!r}, must be {NAME_RULE}")
-    identity = service_pb2.Identity(run=run or saved.get("run", ""), device=device, secret=_key_in(saved, "secret"))
-    if not saved:  # saved before the first call: after a lost response the id would be locked by an unknown secret
+    identity = service_pb2.Identity(run=run, device=device, secret=_key_in(saved, "secret"))
+    if (saved.get("run"), saved.get("device")) != (identity.run, identity.device):
+        # Before the first call: after a lost response the id would be locked by an unknown secret.
         save_identity(storage, identity)
     return identity
 
@@ -72,10 +85,10 @@ def _key_in(saved: dict[str, Any], name: str) -> bytes:
         ) from error
 
 
-def _check_belongs(directory: Path, saved: dict[str, Any], run: str, device_id: str | None) -> None:
-    for name, given, known in (("run", run, saved.get("run")), ("device id", device_id, saved.get("device"))):
-        if given and known and given != known:
-            raise StateError(
-                f"the state directory {directory} belongs to {name} {known!r}, not {given!r}; "
-                f"use another directory or {name} {known!r}"
-            )
+def _check_belongs(directory: Path, saved: dict[str, Any], field: str, given: str | None) -> None:
+    name, known = _NAMES[field], saved.get(field)
+    if given and known and given != known:
+        raise StateError(
+            f"the state directory {directory} belongs to {name} {known!r}, not {given!r}; "
+            f"use another directory or {name} {known!r}"
+        )
