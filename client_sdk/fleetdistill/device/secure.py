@@ -216,6 +216,7 @@ class SecureSums:
         from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, SHARES, STEPS
         from fleetdistill.wire.codec import encode
 
+        self.forget_expired()
         if ask.step == REFINE:
             return self._refine(answer, ask, config)
         if ask.step not in STEPS:

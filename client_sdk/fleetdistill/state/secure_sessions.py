@@ -141,6 +141,7 @@ class SecureSessions:
         """Stores a new sum durably, in place of an unfinished one, which ends as not counted."""
         if (earlier := self.open()) is not None:
             self._note_end(earlier, NOT_COUNTED)
+        self._wipe()
         content = asdict(session)
         for name in ("sid", "root", "parameters"):
             content[name] = content[name].hex()

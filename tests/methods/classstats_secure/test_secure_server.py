@@ -398,6 +398,8 @@ def test_groups_share_the_noise_of_their_own_sum_only():
         ({"min_in_sum": 10, "max_in_sum": 9}, "max_in_sum must be >= 10"),
         ({"colluders": -1}, "colluders must be >= 0"),
         ({"min_in_sum": 4, "colluders": 4}, "colluders"),
+        ({"keys": "roster", "min_in_sum": 8, "colluders": 3}, "of 8 devices more than 2 that work with the server"),
+        ({"keys": "certificates", "colluders": 2}, "of 3 devices more than 1 that work with the server"),
         ({"colluders": "many"}, "colluders"),
         ({"max_rows": 1000}, "max_rows must be 2\\^20"),
         ({"participation_ratio": 0.5}, "participation_ratio must be 1"),

@@ -197,8 +197,22 @@ class ClassStatsSecureConfig(ClassStatsPrivateConfig, SumSettings):
             check_choice("colluders", self.colluders, (RULE,))
         else:
             check_range("colluders", self.colluders, 0, (self.min_in_sum or self.max_in_sum))
+            self._check_colluders(self.colluders)
         if not self.exact:
             raise ConfigurationError("exact must be true: devices add shares of discrete noise to integers")
+
+    def _check_colluders(self, colluders: int) -> None:
+        """Refuses more colluders than signed keys withstand.
+
+        Of n devices t = ⌊2n/3⌋ + 1 must give shares. If a server shows two lists of survivors, c colluders help it to
+        both shares of a device unless 2t > n + c, which holds for each n if c <= n/3.
+        """
+        least = self.min_in_sum or MIN_IN_SUM
+        if self.signs_keys and colluders > least // 3:
+            raise ConfigurationError(
+                f"colluders is {colluders}, but of {least} devices more than {least // 3} that work with the server "
+                "can open one device's part; raise min_in_sum, or lower colluders"
+            )
 
     def honest(self, asked: int) -> int:
         """Returns m, the number of devices whose noise together gives the guarantee."""
