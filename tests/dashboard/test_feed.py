@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.processes import wait_until
 
 from fleetdistill.errors import LinkError
+from fleetdistill_console.dashboard import board
 from fleetdistill_console.dashboard.board import Board, Feed
 from fleetdistill_console.dashboard.readers import Subject, rounds
 from fleetdistill_server.operations.source import LocalStore
@@ -51,6 +54,25 @@ def test_many_pages_share_one_reader(feed: Feed) -> None:
     subject: Subject[str] = Subject("shared", reader)
     wait_until(lambda: all(feed.look(subject).value == "value" for _ in range(100)), "the value")
     assert made == ["reader"]
+
+
+def test_a_read_that_waited_for_a_server_is_soon_repeated(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read of 12 s is followed by the next one after 5 s, and not after 36 s."""
+    waited = 0.0
+    monkeypatch.setattr(board, "time", SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + waited))
+    reads: list[float] = []
+
+    def read(source: object) -> int:
+        nonlocal waited
+        waited += 0.0 if reads else 12.0
+        reads.append(waited)
+        return len(reads)
+
+    subject: Subject[int] = Subject("health", lambda: read)
+    wait_until(lambda: feed.look(subject).value == 1, "the first read")
+    waited += 6.0
+    feed.look(Subject("another", lambda: lambda source: 0))  # wakes the feed
+    wait_until(lambda: (feed.look(subject).value or 0) > 1, "the second read", 20.0)
 
 
 def test_last_figures_and_reason_stay_while_source_fails(feed: Feed) -> None:

@@ -23,6 +23,8 @@ EVERY_SECONDS = 1.0
 """Seconds between two reads of the same subject."""
 _SHARE = 0.25
 """Largest share of the thread's time for one subject: one that takes long to read is read less often."""
+_MAX_PAUSE_SECONDS = 5.0
+"""Longest pause because of that: a read may have taken long because the server stood still, and what it says is old."""
 _FORGET_SECONDS = 15.0
 """Seconds after which a subject that no page asks for is no longer read."""
 _SILENT_SECONDS = 12.0
@@ -111,7 +113,8 @@ class Feed:
             with self._changed:
                 watched.snapshot = snapshot
                 if watched.due_at == math.inf:  # else `refresh` wants it at once
-                    watched.due_at = began + max(watched.every_seconds, took / _SHARE)
+                    pause = min(took / _SHARE - took, _MAX_PAUSE_SECONDS)
+                    watched.due_at = began + max(watched.every_seconds, took + pause)
 
     def _next(self) -> _Watched | None:
         """Waits for the subject that is due next; returns None once the feed is stopped."""
