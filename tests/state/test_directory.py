@@ -24,6 +24,8 @@ from fleetdistill.replacement import Replacement
 from fleetdistill.state.directory import Storage
 from fleetdistill.state.format import FORMAT, json_object, sealed_json
 from fleetdistill.state.outbox import Outbox, Outcome, Pending
+from fleetdistill.state.saved_profile import save_profile
+from fleetdistill.wire.v1 import contract_pb2
 
 PENDING = Pending(round=3, step_number=2, attempt=1, samples=40)
 NOWHERE = "127.0.0.1:1"  # never contacted
@@ -143,6 +145,9 @@ def test_directory_of_other_run_or_device_is_refused_and_freed(
     tmp_path: Path, settings: dict[str, str], known: str, given: str
 ) -> None:
     (tmp_path / "device.json").write_text(json.dumps({"device": "d1", "run": "digits", "secret": "ab" * 32}))
+    storage = Storage(tmp_path)
+    save_profile(storage, contract_pb2.DeviceProfile())  # a server has accepted the device
+    storage.close()
     with pytest.raises(StateError) as error:
         make_device(tmp_path, **settings)
     assert str(error.value) == (
