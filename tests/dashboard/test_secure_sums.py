@@ -29,8 +29,8 @@ def test_the_rounds_tab_shows_the_secure_sums(directory: Path, page: Any, watche
     with dashboard(directory.parent, "--store", directory.name) as url:
         page.goto(f"{url}/runs/{RUN}?tab=rounds")
         sums = page.get_by_role("region", name="Secure sums")
-        sums.get_by_role("gridcell", name="device-3, device-4 at secure_input").wait_for()
-        sums.get_by_role("gridcell", name="failed: 3 of 5 devices answered secure_input, 4 were needed").wait_for()
+        sums.get_by_role("gridcell", name="device-3, device-4 at secure_shares").wait_for()
+        sums.get_by_role("gridcell", name="failed: 3 of 5 devices answered secure_shares, 4 were needed").wait_for()
         sums.get_by_role("gridcell", name="made", exact=True).wait_for()
         picture(page, "secure-sums")
         page.goto(f"{url}/runs/other?tab=rounds")

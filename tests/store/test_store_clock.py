@@ -39,5 +39,5 @@ def test_all_rows_have_the_times_of_the_stores_clock() -> None:
     assert (row.started_at, row.ended_at) == (1005.0, 1015.5)
     assert {event.at for event in store.history.events("r")} == {1015.5}
     (device,) = store.devices.all("r")
-    assert (device.first_seen, device.last_seen) == (1000.0, 1015.5)
+    assert (device.first_seen, device.last_seen) == (1000.0, 1000.0)
     store.close()
