@@ -156,6 +156,7 @@ TLS = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1
         ("last error: UNKNOWN: ipv4:192.0.2.1:1: Timeout occurred: FD Shutdown", "the connection timed out"),
         (TLS + "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: WRONG_VERSION_NUMBER", "the TLS handshake failed"),
         (TLS + "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED", "not from a trusted CA"),
+        (TLS + "SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED: certificate has expired", "its certificate has expired"),
         ("Custom verification check failed with error: Hostname Verification Check failed.", "not for this host name"),
     ],
 )

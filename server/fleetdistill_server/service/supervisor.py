@@ -261,9 +261,9 @@ class Supervisor:
             tls = self._server.tls()
             where = self._server.listen if tls is None else f"{self._server.listen} and {tls.enrol_listen}"
             raise RunError(f"the front cannot listen on {where}; {error}") from error
-        for run in self.store.runs.all() if hang else ():
-            if run.status in ACTIVE:
-                with contextlib.suppress(StoreError):
+        with contextlib.suppress(StoreError):  # the database may be away too
+            for run in self.store.runs.all() if hang else ():
+                if run.status in ACTIVE:
                     self.store.history.add_event(run.name, PROCESS_HANGS, hang)
 
     def _on_failed(self, run: str, reason: str) -> None:
