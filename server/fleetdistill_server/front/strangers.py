@@ -61,7 +61,7 @@ class Strangers:
         self._new = 0
         self._open_files = 0  # once gRPC has closed those in `_closed`
         self._paused = False
-        self._listeners: list[int] = []  # file descriptors
+        self._listeners: list[int] = []  # file descriptors; empty where there are no packet filters
 
     def watch(self, *ports: int) -> None:
         """Bounds the connections to these ports from now on.
@@ -70,7 +70,7 @@ class Strangers:
         pause does not stop what has been queued.
         """
         self._ports = frozenset(ports)
-        for number, listener in _sockets():
+        for number, listener in _sockets() if sys.platform == "linux" else ():
             if _listens(listener, self._ports):
                 listener.listen(self._quarter)
                 self._listeners.append(number)
@@ -95,7 +95,7 @@ class Strangers:
             if arrived < self._count_after or self._paused:
                 return
             self._new = 0
-            if self._unknown + arrived > 2 * self._quarter:
+            if self._listeners and self._unknown + arrived > 2 * self._quarter:
                 self._pause()
             self._close_some()
             if self._paused and self._closed:
@@ -121,7 +121,7 @@ class Strangers:
         self._paused = False
 
     def _filter(self, option: int, value: int | bytes) -> None:
-        for number in self._listeners if sys.platform == "linux" else ():
+        for number in self._listeners:
             with contextlib.suppress(OSError), _borrow_socket(number) as listener:
                 if _listens(listener, self._ports):  # else the server has ended
                     listener.setsockopt(socket.SOL_SOCKET, option, value)
