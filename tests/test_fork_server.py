@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from multiprocessing import reduction
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.fork_server import forked
-from support.processes import PATIENCE_SECONDS
+from support.processes import PATIENCE_SECONDS, REGISTRY, children, start_of
 
 
 class Killed(Exception):
@@ -31,3 +32,11 @@ def test_a_process_killed_while_it_asks_ends_no_server() -> None:
             with pytest.raises(Killed):
                 forked(time.sleep, 0.0)
     assert parents[0] == parents[1]
+
+
+def test_a_number_that_was_used_again_is_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, me = tmp_path / "processes", os.getpid()
+    monkeypatch.setenv(REGISTRY, str(registry))
+    registry.write_text(f"{me} {me} {start_of(me)} there\n{me} {me} 1 ended\n")
+    assert children(me, "there") == [me]
+    assert children(me, "ended") == []

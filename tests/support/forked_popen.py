@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from support.fork_server import forked
-from support.processes import COMMAND, REGISTRY
+from support.processes import COMMAND, REGISTRY, start_of
 
 from fleetdistill.state import failpoints
 
@@ -90,7 +90,8 @@ class ForkedPopen:
         assert self._process.pid is not None
         self.pid = self._process.pid
         with Path(os.environ[REGISTRY]).open("a") as registry:
-            registry.write(f"{os.getpid()} {self.pid} {words[1] if words[0] == '-m' else '-'}\n")
+            module = words[1] if words[0] == "-m" else "-"
+            registry.write(f"{os.getpid()} {self.pid} {start_of(self.pid)} {module}\n")
 
     @property
     def returncode(self) -> int | None:

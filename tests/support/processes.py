@@ -16,7 +16,7 @@ T = TypeVar("T")
 COMMAND = [sys.executable, "-c", "from fleetdistill_server.start import main; main()"]
 """The installed command `fleetdistill`; arguments follow."""
 REGISTRY = "FLEETDISTILL_TESTS_FORKED"
-"""Variable with the path of a file that has a line `parent child module` per process of `support.forked_popen`."""
+"""Variable with the path of a file that has a line `parent child start module` per process that the tests forked."""
 PATIENCE_SECONDS = 300.0
 """How long a test waits for what is bound to come, before it fails: generous, because a machine may be busy."""
 
@@ -33,8 +33,11 @@ def wait_until(condition: Callable[[], T], what: str, seconds: float = PATIENCE_
 
 def children(pid: int, module: str = "") -> list[int]:
     """Living children of a process, by default all, else those that run this Python module."""
-    result = [int(child) for parent, child, name in _forked() if parent == str(pid) and module in ("", name)]
-    result = [child for child in result if is_alive(child)]
+    result = [
+        int(child)
+        for parent, child, start, name in _forked()
+        if parent == str(pid) and module in ("", name) and is_alive(int(child)) and start == start_of(int(child))
+    ]
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and _parent_of(entry) == pid and module in ("", *_command_of(entry)):
             result.append(int(entry.name))
@@ -44,6 +47,14 @@ def children(pid: int, module: str = "") -> list[int]:
 def is_alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     return _parent_of(Path(f"/proc/{pid}")) is not None
+
+
+def start_of(pid: int) -> str:
+    """When a process began, in ticks since the machine's start: a number that has been used again has another one."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return "ended"
 
 
 def peak_memory(pid: int) -> int:
@@ -85,7 +96,7 @@ def module_path() -> dict[str, str]:
 
 
 def _forked() -> list[list[str]]:
-    """Parent, child and module of each process that the tests forked; /proc has the fork server as their parent."""
+    """Parent, child, its start and module of each forked process; in /proc, their parent is the fork server."""
     registry = Path(os.environ.get(REGISTRY, "/dev/null"))
     return [line.split() for line in registry.read_text().splitlines()] if registry.exists() else []
 
