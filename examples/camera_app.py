@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from sklearn.datasets import load_digits
 
-from fleetdistill import Device, Event, FleetDistillError, Predictor
+from fleetdistill import Device, Event, FleetDistillError, Predictor, Server
 from fleetdistill.models import build_model
 
 UPDATE_AFTER, KEPT, SHOWN_AFTER = 30, 300, 100
@@ -43,7 +43,7 @@ def main() -> int:
     labelled: list[tuple[np.ndarray, int]] = []  # grows while the device runs
     try:
         with Device(
-            server=given.server,
+            server=Server(given.server, enrolment=given.enrolment),
             model=lambda: build_model("digits_mlp_small"),
             data=lambda: labelled[-KEPT:],  # called before each answer; no labels yet is not an error
             state_dir=given.state_dir,
@@ -103,6 +103,7 @@ def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", default="127.0.0.1:50051", help="host:port of the aggregation server")
+    parser.add_argument("--enrolment", help="token from the operator, or a file with it, for a server with TLS")
     parser.add_argument("--state-dir", type=Path, required=True, help="directory used only by this device")
     parser.add_argument("--camera", type=int, choices=(0, 1), default=0, help="which half of the digits it sees")
     parser.add_argument("--fps", type=float, default=30, help="frames per second")

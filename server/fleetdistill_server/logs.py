@@ -53,7 +53,16 @@ _ORDINARY = (
     "waiting-for-batch",
 )
 """Kinds of events that need no attention from the operator."""
-_LOGGED_ELSEWHERE = ("engine-failed", "process-hangs", "started", "paused", "resumed", "stopped", "rolled-back")
+_LOGGED_ELSEWHERE = (
+    "engine-failed",
+    "front-restarted",
+    "process-hangs",
+    "started",
+    "paused",
+    "resumed",
+    "stopped",
+    "rolled-back",
+)
 """Kinds of events that are logged elsewhere: with a traceback, even if the store cannot be written, or as calls."""
 _events = logging.getLogger("fleetdistill.server.events")
 _events.addHandler(logging.NullHandler())  # no output unless the program configures logging

@@ -67,7 +67,9 @@ def reason(eligibility: Eligibility, now: datetime = NOON) -> str:
 def test_a_condition_holds_by_the_apps_probe(name: str, settings: Any, good: Any, bad: Any, text: str) -> None:
     assert reason(Eligibility(**settings, probes={name: lambda: good})) == ""
     assert reason(Eligibility(**settings, probes={name: lambda: bad})) == text
-    assert reason(Eligibility(**settings, probes={name: lambda: None})) == f"{name} cannot be measured"
+    assert reason(Eligibility(**settings, probes={name: lambda: None})) == (
+        f"{name} cannot be measured: its probe returned None"
+    )
 
 
 @pytest.mark.parametrize("value", ["41.5\n", [41.5], True, float("nan"), float("inf")])

@@ -17,14 +17,17 @@ from typing import cast
 
 import pytest
 from support.processes import PATIENCE_SECONDS
+from support.secured import make_pki
 from support.wire_samples import make_payload
 
 from fleetdistill.errors import StoreError
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.payload import chunks
 from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.front.device_service import WAKES_PER_SECOND, DeviceService
 from fleetdistill_server.front.server import _guard
+from fleetdistill_server.front.tls import log_expired
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.downloads import Downloads
 from fleetdistill_server.store.group_commit import CommitThread
@@ -41,6 +44,19 @@ def store(tmp_path: Path) -> Iterator[Store]:
     opened.runs.begin(RUN, {})
     yield opened
     opened.close()
+
+
+def test_an_expired_certificate_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_pki(tmp_path).issue_server([], 1e-9)
+    server = ServerSection(pki=str(tmp_path), enrol_listen="127.0.0.1:0")
+
+    async def log() -> list[str]:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(log_expired(server), 5.0)  # it looks once a minute
+        return [record.getMessage() for record in caplog.records if record.name == "fleetdistill.server.tls"]
+
+    (text,) = asyncio.run(log())
+    assert text.startswith("the certificate of the server has expired, so nobody can connect; renew it with")
 
 
 # --- the commit thread

@@ -21,6 +21,7 @@ from support.serving import ENGINE, FRONT, call, serve, write_config
 
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
+from fleetdistill_server.event_kinds import FRONT_RESTARTED
 from fleetdistill_server.service import engine_process, run_changes, serve_lock
 from fleetdistill_server.service.engine_process import EngineSlot, engines_at_once, make_slots, visible_gpus
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION
@@ -369,6 +370,9 @@ def test_runs_are_created_paused_and_resumed_beside_a_server(tmp_path: Path) -> 
         os.kill(running.child(ENGINE), signal.SIGKILL)
         before = completed("first"), None
         wait_until(lambda: completed("first") > before[0], "front and engine to be replaced")
+        (restarted,) = store.history.events("first", FRONT_RESTARTED)
+        killed = "the front was killed by SIGKILL: by hand, or by the kernel because memory was short"
+        assert restarted.text == f"{killed}; it was started again"
         assert "is deleted" in call("runs", "delete", "first", "--yes", *where)
         wait_until(lambda: children(running.process.pid, ENGINE) == [], "the engine of a deleted run to end")
         wait_until(lambda: "DeleteRun: done" in "".join(running.said), "the deletion in the log")

@@ -105,7 +105,9 @@ def test_a_restored_run_goes_on_and_no_receipt_of_before_is_lost(server: Server,
     assert again.store.runs.existing(RUN).status == "finished"
     assert receipts <= again.receipts()
     assert_no_upload_lost(again.store, receipts, RUN)
-    assert "restored from the backup of" in again.store.history.events(RUN, "restored")[0].text
+    event = again.store.history.events(RUN, "restored")[0].text
+    assert event.startswith("restored from the backup of ")
+    assert event.endswith("; receipts, revocations and deletions of devices since then are void")
     again.store.close()
 
 

@@ -442,7 +442,8 @@ class Device:
 
         Args:
             inputs: `[batch, *input_shape]` of any float type, on any device; a NumPy array or a torch tensor. A device
-                without PyTorch accepts only arrays.
+                without PyTorch accepts only arrays. Scale values as those of the training data: pixels of 0 to 255 for
+                a model that was trained on 0 to 1 raise no error and give wrong answers.
 
         Returns:
             Logits `[batch, classes]` float32; an array for an array, a tensor on the same device for a tensor.
@@ -468,6 +469,8 @@ class Device:
     def roll_back(self) -> int:
         """Returns to the previous version of the delivered model in the next turn, with the event `rolled-back`.
 
+        In `run` and `start`, a turn that waits for work ends within 20 seconds, and within the pause that the server
+        requests.
         Replaces `model`, the model of `predict` and the ONNX files. The version in use is deleted. The app keeps the
         earlier version until `roll_forward`, also after a restart: training continues from its own state, and later
         deliveries are stored with their numbers, but not used (event `kept`). Thread-safe.

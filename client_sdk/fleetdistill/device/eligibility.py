@@ -125,7 +125,8 @@ class Conditions:
 
     def _reason(self, name: str, value: bool | float | None) -> str:
         if value is None:
-            return f"{name} cannot be measured"
+            is_the_apps = name in self._eligibility.probes and name not in self._failed
+            return f"{name} cannot be measured" + (": its probe returned None" if is_the_apps else "")
         if name not in _LIMITS:
             given = "" if isinstance(value, bool) else f": its probe returned {value!r}, expected True or False"
             return "" if value is True else _TEXTS.get(name, f"{name} does not hold") + given

@@ -119,11 +119,13 @@ def restore(
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Restores a store from a backup. Example: fleetdistill restore /backups/today --store fleetdistill-store"""
+    from fleetdistill_server.store.backup import VOID
     from fleetdistill_server.store.backup import restore as make_store
 
     payloads = make_store(backup, store)
     restored = f"{store}: {counted(payloads, 'payload')} and the database"
     typer.echo(f"{restored}; a server whose [server] store is this directory continues from the backup")
+    typer.echo(f"{VOID}: repeat `pki revoke` and `devices forget`, and revoke open tokens (`enrol --list`)")
 
 
 @device_app.command("inspect")

@@ -29,8 +29,10 @@ from fleetdistill_server.security.pki import SERVER, Authority
 from fleetdistill_server.security.tokens import EnrolmentApi, save_enrol_port
 from fleetdistill_server.store.group_commit import Commit
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.views.certificates import expired
 
 logger = logging.getLogger("fleetdistill.server.tls")
+_EXPIRY_SECONDS = 60.0
 
 
 class EnrolmentService(enrolment_pb2_grpc.EnrolmentServiceServicer):
@@ -136,6 +138,18 @@ def check_files(directory: Path) -> None:
     """Raises ConfigurationError if a server cannot use this PKI for TLS or for enrolment."""
     _Files(directory).configuration()
     Authority(directory)
+
+
+async def log_expired(server: ServerSection) -> None:
+    """Logs once each certificate of the server itself that has expired; runs until it is cancelled."""
+    known: list[str] = []
+    while True:
+        texts = await asyncio.to_thread(expired, server)
+        for text in texts:
+            if text not in known:
+                logger.error("%s", text)
+        known = texts
+        await asyncio.sleep(_EXPIRY_SECONDS)
 
 
 def _credentials(directory: Path, client_certificates: bool, strangers: Strangers) -> Any:

@@ -119,8 +119,8 @@ class EnrolmentApi:
         if token.device is not None:
             return _reissue(store, token, device, key)
         if token.for_device not in ("", device):
-            text = f"the enrolment token is not valid for device id {device[:64]!r}; use the id that it was created for"
-            raise RefusedError(Code.BAD_TOKEN, text)
+            text = f"the enrolment token is not valid for device id {device[:64]!r}"
+            raise RefusedError(Code.BAD_TOKEN, f"{text}; pass the id that it was created for as device_id")
         _check_id(store, device, key)
         issued = Authority(self.directory).sign_device(key, device, token.run, self.days)
         store.credentials.use_token(token_hash, _record(issued, device, token.run))

@@ -30,6 +30,7 @@ from fleetdistill_server.service.processes import (
     EXIT_NO_SPACE,
     EXIT_STORE_AWAY,
     child_environment,
+    ending_in_words,
 )
 from fleetdistill_server.service.torchrun import Torchrun
 from fleetdistill_server.service.wakeups import Ends
@@ -296,7 +297,7 @@ class EngineProcess:
         if number > self._known_failures:
             self._known_failures = number
         else:  # the process could not say anything
-            cause = _in_words(code)
+            cause = ending_in_words("the engine", code)
             self._note_failure(cause)
         if code == EXIT_CONFIGURATION:
             self._give_up(f"the engine cannot run this configuration: {cause}")
@@ -373,15 +374,3 @@ class EngineProcess:
         """Returns number and text of the newest failure that is recorded; 0 and an empty text without one."""
         failure = self._store.history.newest_event(self.run, ENGINE_FAILED)
         return (0, "") if failure is None else (failure.id, failure.text)
-
-
-def _in_words(code: int) -> str:
-    """Describes the end of a process that recorded no reason."""
-    if code >= 0:
-        return f"the engine exited with status {code}" + ("" if code else ", as after SIGTERM")
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    hint = ": by hand, or by the kernel because memory was short" if -code == signal.SIGKILL else ""
-    return f"the engine was killed by {name}{hint}"

@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from fleetdistill.errors import RunError
+from fleetdistill_server.event_kinds import FRONT_RESTARTED, PROCESS_HANGS
 from fleetdistill_server.service.child import Child
 from fleetdistill_server.service.heartbeat import FRONT_FILE, HeartbeatMonitor, clear_heartbeat
 from fleetdistill_server.service.process_state import FRONT, ProcessState
-from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN, front_environment
+from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN, ending_in_words, front_environment
 from fleetdistill_server.service.wakeups import Ends
 
 logger = logging.getLogger("fleetdistill.server.supervisor")
@@ -49,11 +50,11 @@ class FrontProcess:
         )
         self._read_ports()
 
-    def look(self) -> str:
-        """Starts the front again if it has exited, and logs if it hangs; call this regularly.
+    def look(self) -> tuple[str, str] | None:
+        """Starts the front again if it has exited, and logs that or a hang; call this regularly.
 
         Returns:
-            What was logged if it begins or ceases to hang; else empty.
+            Kind and text of the event, if it was started again, or begins or ceases to hang.
 
         Raises:
             RunError: It never listened and cannot.
@@ -61,10 +62,12 @@ class FrontProcess:
         code = self._child.process.poll()
         if code is None:
             self._beats.silent_seconds()
-            return self._beats.log_hang("the front")
+            hang = self._beats.log_hang("the front")
+            return (PROCESS_HANGS, hang) if hang else None
         if code == EXIT_CANNOT_LISTEN and self.port is None:
             raise RunError(f"see {self._log or 'the log above'}")
-        logger.warning("the front exited with status %s; restarting it", code)
+        ending = ending_in_words("the front", code)
+        logger.warning("%s; restarting it", ending)
         # Devices use these ports, even if the system assigned them at the first start.
         known = {"--port": self.port, "--enrol-port": self.enrol_port}
         self._child.arguments = [
@@ -75,7 +78,7 @@ class FrontProcess:
         self._reset_heartbeat()
         self._child.start_again()
         self._read_ports()
-        return ""
+        return FRONT_RESTARTED, f"{ending}; it was started again"
 
     def state(self) -> ProcessState:
         """Returns what metrics say of the process."""

@@ -47,6 +47,23 @@ def check_system() -> None:
         )
 
 
+def ending_in_words(what: str, code: int) -> str:
+    """Describes the end of a process that recorded no reason.
+
+    Args:
+        what: The process, as in "the front".
+        code: Its exit status, negative for a signal.
+    """
+    if code >= 0:
+        return f"{what} exited with status {code}" + ("" if code else ", as after SIGTERM")
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = ": by hand, or by the kernel because memory was short" if -code == signal.SIGKILL else ""
+    return f"{what} was killed by {name}{hint}"
+
+
 def end_with_parent(parent: int | None = None) -> None:
     """Sends this process SIGTERM once its parent has exited.
 

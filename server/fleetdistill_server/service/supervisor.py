@@ -24,7 +24,6 @@ from fleetdistill.link.credentials import write_private
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import ServerConfig
-from fleetdistill_server.event_kinds import PROCESS_HANGS
 from fleetdistill_server.logs import Interruption, about
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.engine_process import engines_at_once, make_slots
@@ -256,15 +255,17 @@ class Supervisor:
 
     def _look_after_front(self, front: FrontProcess) -> None:
         try:
-            hang = front.look()
+            event = front.look()
         except RunError as error:
             tls = self._server.tls()
             where = self._server.listen if tls is None else f"{self._server.listen} and {tls.enrol_listen}"
             raise RunError(f"the front cannot listen on {where}; {error}") from error
+        if event is None:
+            return
         with contextlib.suppress(StoreError):  # the database may be away too
-            for run in self.store.runs.all() if hang else ():
+            for run in self.store.runs.all():
                 if run.status in ACTIVE:
-                    self.store.history.add_event(run.name, PROCESS_HANGS, hang)
+                    self.store.history.add_event(run.name, *event)
 
     def _on_failed(self, run: str, reason: str) -> None:
         """Ends a server of one run; a server of many goes on, and the run's status has the reason."""

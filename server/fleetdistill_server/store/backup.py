@@ -34,6 +34,8 @@ from fleetdistill_server.store.retention import exclusive, needed
 from fleetdistill_server.store.store import Store
 
 FORMAT = 1
+VOID = "receipts, revocations and deletions of devices since then are void"
+"""What a restored store does not know."""
 _DATABASE, MANIFEST, _BLOBS = "store.sqlite", "manifest.json", "blobs"
 _DIGEST = re.compile("[0-9a-f]{64}")
 _SHOWN = 5
@@ -295,7 +297,7 @@ def _note_restore(directory: Path, made_at: str) -> None:
     try:
         store.run_control.forget_server()
         for run in store.runs.names():
-            text = f"restored from the backup of {made_at}; receipts issued after the backup are void"
+            text = f"restored from the backup of {made_at}; {VOID}"
             store.history.add_event(run, "restored", text)
     finally:
         store.close()
