@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,17 @@ import torch
 from deployment.deployed import BATCH, device_of
 from hypothesis import given
 from hypothesis import strategies as st
-from support.hostile_server import CLASSES, Events
+from support.hostile_server import CLASSES, Events, LyingLink, ask, device_at
 from support.open_device import open_device
+from support.processes import PATIENCE_SECONDS, wait_until
 from support.small_device import SmallWorker
 
-from fleetdistill import Deployment, Device, Event, Predictor
+from fleetdistill import Deployment, Device, Eligibility, Event, Predictor, Step
 from fleetdistill.compute import light_worker
 from fleetdistill.errors import ConfigurationError, LinkError, NoRoomError, StateError
 from fleetdistill.replacement import judge
 from fleetdistill.state import failpoints
+from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.testing import MemoryServer
 
 THREE = Deployment(keep_versions=3)
@@ -235,6 +238,61 @@ def test_an_export_that_fails_in_a_roll_back_is_one_event(tmp_path: Path, monkey
         assert exporting.version == 1
         np.testing.assert_array_equal(exporting.predict(BATCH), logits[0])
     assert kinds(events) == [("rolled-back", 1)]
+
+
+class WaitingLink(LyingLink):
+    """Has no more work after its asks: the next request waits until the device interrupts it."""
+
+    def __init__(self, *asks: Any) -> None:
+        super().__init__(*asks)
+        self.waits, self.interrupted = threading.Event(), threading.Event()
+
+    def next_ask(self, identity: Any, wait_seconds: float) -> Any:
+        if not self.asks and not self.interrupted.is_set():
+            self.waits.set()
+            assert self.interrupted.wait(PATIENCE_SECONDS)
+            raise LinkError("the call was cancelled")
+        return super().next_ask(identity, wait_seconds)
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
+
+def test_a_roll_back_ends_the_wait_for_work(tmp_path: Path) -> None:
+    link = WaitingLink(*(ask(round=number) for number in (1, 2)))
+    device, events = device_at(link, tmp_path)
+    with device:
+        device.start()
+        assert link.waits.wait(PATIENCE_SECONDS)
+        assert device.roll_back() == 1
+        assert device.join(PATIENCE_SECONDS)
+        assert kinds(events) == [("delivered", 1), ("delivered", 2), ("rolled-back", 1)]
+    assert [event.kind for event in events if "contact" in event.kind] == []
+
+
+def test_a_roll_back_ends_the_pause_after_a_turn(tmp_path: Path) -> None:
+    pause = service_pb2.NextAskResponse(come_back=service_pb2.ComeBack(after_seconds=3600, before_seconds=3600))
+    link = LyingLink(*(ask(round=number) for number in (1, 2)), pause, remote=True)
+    device, events = device_at(link, tmp_path)
+    with device:
+        device.start()
+        wait_until(lambda: not link.asks, "the pause to begin")
+        assert device.roll_back() == 1
+        wait_until(lambda: kinds(events)[-1] == ("rolled-back", 1), "the roll-back")
+
+
+def test_a_device_that_must_not_work_rolls_back(tmp_path: Path) -> None:
+    may_work = [True]
+    when = Eligibility(charging=True, probes={"charging": lambda: may_work[0]})
+    device, events = device_of(tmp_path, range(1, 4), eligibility=when)
+    with device:
+        logits = play(device, 2)
+        may_work[0] = False
+        assert device.roll_back() == 1
+        assert device.tick() is Step.WAITED
+        assert_uses(device, 1, logits[0])
+        assert device.roll_forward() == 1
+    assert kinds(events)[-1] == ("rolled-back", 1)
 
 
 def fail(*given: Any, **settings: Any) -> None:

@@ -123,9 +123,16 @@ class Deployer:
 
     def settle(self) -> None:
         """Exports and records a delivered version, and carries out a requested roll-back or its end."""
-        for settle in (self._settle_due, self._roll_back, self._use_held):
+        for settle in (self._settle_due, self._roll_back, self._use_held, self._settle_due):
             with self._survives_full_disk():
                 settle()
+
+    def replace_requested(self) -> None:
+        """Carries out a requested roll-back or its end, without server and data; `settle` exports what it lacks."""
+        if self.versions.due() is None:  # else a delivery is settled first
+            for carry_out in (self._roll_back, self._use_held):
+                with self._survives_full_disk():
+                    carry_out()
 
     @contextmanager
     def _survives_full_disk(self) -> Iterator[None]:
@@ -309,6 +316,7 @@ class Deployer:
             with self._survives_full_disk():
                 self.versions.request_roll_back(best, pinned=False)
                 self._roll_back()
+                self._settle_due()
 
     def _accuracy_of(self, version: Version) -> float:
         """Returns the accuracy of a kept version on the validation data; -1 if it cannot be measured."""
@@ -336,7 +344,6 @@ class Deployer:
         text = f"the app's model is version {version.number} of round {version.round} again"
         self._events.emit("rolled-back", version.round, text, {"version": version.number})
         self.versions.end_roll_back()
-        self._settle_due()
 
     def _use_held(self) -> None:
         version = None if self.versions.is_pinned() else self.versions.held()
@@ -351,4 +358,3 @@ class Deployer:
         text = f"the app's model is version {version.number}, delivered in round {version.round}"
         self._events.emit("delivered", version.round, text, {"version": version.number})
         self.versions.end_holding(version)
-        self._settle_due()

@@ -469,10 +469,9 @@ class Device:
     def roll_back(self) -> int:
         """Returns to the previous version of the delivered model in the next turn, with the event `rolled-back`.
 
-        In `run` and `start`, a turn that waits for work ends within 20 seconds, and within the pause that the server
-        requests.
-        Replaces `model`, the model of `predict` and the ONNX files. The version in use is deleted. The app keeps the
-        earlier version until `roll_forward`, also after a restart: training continues from its own state, and later
+        That turn begins at once, also while the device must not work: this ends a wait for work, and the pause after a
+        turn. Replaces `model`, the model of `predict` and the ONNX files. The version in use is deleted. The app keeps
+        the earlier version until `roll_forward`, also after a restart: training continues from its own state, and later
         deliveries are stored with their numbers, but not used (event `kept`). Thread-safe.
 
         Returns:
@@ -484,7 +483,9 @@ class Device:
         """
         with self._parts.lock.held():
             self._loop.check_open("roll_back")
-            return self._deployer.request_roll_back()
+            number = self._deployer.request_roll_back()
+        self._loop.wake()
+        return number
 
     def roll_forward(self) -> int:
         """Ends the effect of `roll_back`: from the next turn on the app takes deliveries again.
@@ -501,7 +502,9 @@ class Device:
         """
         with self._parts.lock.held():
             self._loop.check_open("roll_forward")
-            return self._deployer.roll_forward()
+            number = self._deployer.roll_forward()
+        self._loop.wake()
+        return number
 
     # --- data
 

@@ -76,6 +76,7 @@ class StopRequest(threading.Event):
     def __init__(self) -> None:
         super().__init__()
         self._requested = False
+        self._woken = False
         self._wake_ups: SimpleQueue[None] = SimpleQueue()
 
     def is_set(self) -> bool:
@@ -91,10 +92,15 @@ class StopRequest(threading.Event):
         """Withdraws the request."""
         self._requested = False
 
+    def wake(self) -> None:
+        """Ends a current `wait`, or else the next one, without a request to stop."""
+        self._woken = True
+        self._wake_ups.put(None)
+
     def wait(self, timeout: float | None = None) -> bool:
-        """Blocks until a stop is requested or `timeout` seconds have passed; returns whether it was requested."""
+        """Blocks until a stop is requested, `wake` or `timeout` seconds; returns whether a stop was requested."""
         end = None if timeout is None else time.monotonic() + timeout
-        while not self._requested:
+        while not (self._requested or self._woken):
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 break
@@ -102,4 +108,5 @@ class StopRequest(threading.Event):
                 self._wake_ups.get(timeout=left)  # may return at once for a request that was withdrawn
             except Empty:
                 break
+        self._woken = False
         return self._requested

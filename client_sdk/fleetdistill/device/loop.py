@@ -75,6 +75,8 @@ class Turns:
         self._gate = EligibilityGate(parts.permission, parts.events, parts.link, stopped, self.leave)
         self._ask_interrupted = False  # whether the work on the last ask is done again later
         self._asks_since: float | None = None  # when the device first asked for work that there was none of
+        self._polling = threading.Lock()  # held while the state of a request for work changes
+        self._polls = self._woken = False  # whether a request for work is open, and whether `wake` has ended it
 
     def turn(self, wait_seconds: float) -> tuple[Step, float]:
         """Runs one turn.
@@ -93,6 +95,7 @@ class Turns:
         if self._stopped.is_set():
             return Step.PAUSED, 0.0
         self._events.emit_put_aside(self._parts.storage.put_aside)  # found at the start
+        self._deployer.replace_requested()  # also while the device must not work
         if seconds := self._gate.seconds_to_wait():
             return Step.WAITED, seconds
         try:
@@ -137,10 +140,32 @@ class Turns:
         if not self._check_in.has_samples():
             raise NoSamplesError()
         asked_at = self._parts.clock.now()
-        response = self._parts.link.next_ask(self._parts.identity, wait_seconds)
+        response = self._next_ask(wait_seconds)
+        if response is None:
+            return Step.WAITED, 0.0
         self._contact.restored()
         self._note_work(response, asked_at)
         return self._handle(response, terms)
+
+    def _next_ask(self, wait_seconds: float) -> service_pb2.NextAskResponse | None:
+        """Requests an ask; returns None if `wake` has ended the wait for it."""
+        self._polls, self._woken = True, False
+        try:
+            return self._parts.link.next_ask(self._parts.identity, wait_seconds)
+        except LinkError:
+            if self._woken:
+                return None
+            raise
+        finally:
+            with self._polling:
+                self._polls = False
+
+    def wake(self) -> None:
+        """Ends a wait for work, so that the turn ends. Any thread may call it."""
+        with self._polling:
+            if self._polls:
+                self._woken = True
+                self._parts.link.interrupt()
 
     def _note_work(self, response: service_pb2.NextAskResponse, asked_at: float) -> None:
         """Emits an event once the run has had no work for a while, and one when it has."""
@@ -360,6 +385,12 @@ class Loop:
         """Ends the work in progress. Does not wait; may be called from a signal handler."""
         self._stopped.set()
         self._parts.link.interrupt()
+
+    def wake(self) -> None:
+        """Makes the next turn begin at once, instead of after a wait for work or a pause. Does not wait."""
+        self._resume_at = 0.0
+        self._stopped.wake()
+        self._turns.wake()
 
     def close(self, *, leave: bool) -> None:
         """Stops the device, waits for the end of its work, leaves the run and releases the state directory."""
