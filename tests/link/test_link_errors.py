@@ -153,7 +153,9 @@ TLS = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1
     [
         ("ipv4:192.0.2.1:1: connection attempt timed out before receiving SETTINGS frame", "does not answer as a gRPC"),
         ("last error: UNKNOWN: ipv4:192.0.2.1:1: Connection timed out", "the connection timed out"),
+        ("last error: UNKNOWN: ipv4:192.0.2.1:1: tcp handshaker shutdown", "the connection timed out"),
         ("last error: UNKNOWN: ipv4:192.0.2.1:1: Timeout occurred: FD Shutdown", "the connection timed out"),
+        ("ipv4:192.0.2.1:1: Handshake read failed (Endpoint closing)", "the TLS handshake failed"),
         (TLS + "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: WRONG_VERSION_NUMBER", "the TLS handshake failed"),
         (TLS + "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED", "not from a trusted CA"),
         (TLS + "SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED: certificate has expired", "its certificate has expired"),
@@ -163,6 +165,22 @@ TLS = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1
 def test_details_that_take_a_network_to_provoke(details: str, says: str) -> None:
     with pytest.raises(LinkError, match=says), errors_of("fleet.example.org:1"):
         raise Unavailable(details)
+
+
+@pytest.mark.long  # gRPC tries for 20 seconds
+def test_a_connection_that_nobody_answers_times_out() -> None:
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        server = f"127.0.0.1:{listener.getsockname()[1]}"
+        for _ in range(4):  # more than fit into the queue, so the kernel answers no further one
+            other = sockets.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(listener.getsockname())
+        link = sockets.enter_context(contextlib.closing(GrpcLink(server)))
+        with pytest.raises(LinkError, match="the connection timed out"):
+            link.next_ask(service_pb2.Identity(run="r", device="d"), 0.0)
 
 
 def test_a_server_that_does_not_answer_in_time() -> None:

@@ -348,6 +348,7 @@ _BAD_CERTIFICATE = (
     "its certificate is not from a trusted CA, not for this host name, or expired; `fleetdistill doctor` tells which"
 )
 _NOTHING_LISTENS = "nothing listens on this port; check the port, and whether the server is running"
+_TIMED_OUT = "the connection timed out; check the address, and firewalls on the way"
 _REASONS = {
     "certificate has expired": "its certificate has expired; the operator has to renew it",
     "CERTIFICATE_VERIFY_FAILED|Hostname Verification Check failed": _BAD_CERTIFICATE,
@@ -358,11 +359,12 @@ _REASONS = {
         "what listens on this port does not answer as a gRPC server in plain text; check the port, and whether the "
         "server requires TLS"
     ),
-    "SSL_ERROR|handshake|WRONG_VERSION_NUMBER|TSI_": (
+    "tcp handshaker shutdown": _TIMED_OUT,  # what gRPC says of a connection that nobody answers
+    "SSL_ERROR|[Hh]andshake|WRONG_VERSION_NUMBER|TSI_": (
         "the TLS handshake failed; check the port, and whether the server uses TLS and admits this certificate"
     ),
     "refused": _NOTHING_LISTENS,
-    "timed out|Timeout|TIMEOUT": "the connection timed out; check the address, and firewalls on the way",
+    "timed out|Timeout|TIMEOUT": _TIMED_OUT,
 }
 """Reasons by a pattern in the details of gRPC's status UNAVAILABLE, of which the first that fits counts."""
 
