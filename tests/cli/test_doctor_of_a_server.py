@@ -18,6 +18,7 @@ from support.secured import make_pki
 from support.wire_samples import make_payload
 from typer.testing import CliRunner
 
+from fleetdistill.errors import StoreUnavailableError
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.cli.server_checks import examine
 from fleetdistill_server.config.run_config import run_config
@@ -285,6 +286,24 @@ def test_a_database_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     path = write_config(tmp_path, database=f"postgresql://127.0.0.1:{free_port()}/none?connect_timeout=1")
     errors = said(path)
     assert [error.split(":")[0] for error in errors] == ["store"]
+
+
+def test_a_served_store_that_is_away_is_waited_for_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the checks of processes and of the store; each wait is five seconds."""
+    opened = []
+
+    def away(directory: Path, location: object) -> Any:
+        opened.append(directory)
+        raise StoreUnavailableError("the database is away")
+
+    path = write_config(tmp_path)
+    Store.open(tmp_path / "store").close()
+    for name in ("open_for_reading", "open_for_trial"):
+        monkeypatch.setattr(f"fleetdistill_server.cli.server_checks.{name}", away)
+    with serve_lock.take(tmp_path / "store"):
+        errors = [error for error in said(path) if "the database is away" in error]
+    assert [error.split(":")[0] for error in errors] == ["processes", "store"]
+    assert len(opened) == 2
 
 
 def test_command_names_wrong_settings_and_exits_with_1(tmp_path: Path) -> None:

@@ -233,6 +233,7 @@ def test_lines_for_app_are_python_naming_server_run_and_columns() -> None:
         (59.7, "60 s"),
         (61, "1 min 1 s"),
         (3600, "1 h 0 min"),
+        (172_740, "47 h 59 min"),
         (172_800, "2 d 0 h"),
     ],
 )

@@ -55,10 +55,10 @@ def end_of(config: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> i
     return engine_main(config, monkeypatch)
 
 
-def engine_main(config: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+def engine_main(config: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
     monkeypatch.setattr(process, "end_with_parent", lambda parent: None)
     monkeypatch.setattr(process, "start_heartbeat", lambda directory: None)
-    monkeypatch.setattr(sys, "argv", ["engine", str(config)])
+    monkeypatch.setattr(sys, "argv", ["engine", str(config), *options])
     return process.main()
 
 
@@ -80,12 +80,17 @@ def test_engine_waiting_has_own_exit_status_and_is_no_failure(
     assert failures(config) == []
 
 
-def test_full_disk_before_engine_begins_is_reported_too(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_before_engine_begins_is_reported_once(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def full(directory: Path, **given: object) -> Store:
         raise NoSpaceError("the disk is full")
 
     monkeypatch.setattr(Store, "open", full)
     assert engine_main(config, monkeypatch) == EXIT_NO_SPACE
+    assert capsys.readouterr().err.count("the disk is full") == 1
+    assert engine_main(config, monkeypatch, "--waits") == EXIT_NO_SPACE
+    assert capsys.readouterr().err == "", "its first process has said it"
 
 
 def test_an_engine_whose_run_is_cancelled_has_not_failed(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +222,7 @@ def test_waiting_engine_starts_every_ten_seconds_and_logs_twice(
 ) -> None:
     child = service.look(code, 1 + 11 * 20)
     assert child.starts == 20
+    assert "--waits" in child.arguments, "the engine does not say again what it lacks"
     assert (service.run().status, service.history()) == ("preparing", [])
     child.code = None
     child.started = service.seconds.now

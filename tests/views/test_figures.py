@@ -110,6 +110,21 @@ def test_an_accuracy_is_the_mean_over_devices_of_whatever_size(store: Store) -> 
     assert result.last.global_accuracy == 0.8
 
 
+def test_present_devices_and_short_rounds_are_those_of_now(store: Store) -> None:
+    """Round 2 and 3 fall short, 4 closes, 5 and 6 fall short; of three devices one has left."""
+    store.devices.register("r", "c", b"", contract_pb2.DeviceProfile().SerializeToString())
+    store.devices.mark_absent("r", "c", "it left")
+    store.runs.close_short_round("r", 2, "too few")
+    for number in (3, 4, 5, 6):
+        opened_round(store, "r", "ab")
+        if number == 4:
+            store.runs.close_round("r", number, b"", [], {})
+        else:
+            store.runs.close_short_round("r", number, "too few")
+    (result,) = (figure for figure in run_figures(store.database, 10) if figure.name == "r")
+    assert (result.present, result.short_rounds) == (2, 2)
+
+
 def test_each_run_counts_its_own_asks(store: Store) -> None:
     result = {figure.name: figure.asks for figure in run_figures(store.database, 10)}
     assert result == {

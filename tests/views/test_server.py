@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from support.secured import make_pki
 
 from fleetdistill_server.security.certificates import Role
@@ -97,4 +100,15 @@ def test_the_limits_of_the_disk_are_those_that_the_server_has(tmp_path: Path) ->
     (tmp_path / serve_lock.SERVED_FILE).write_text("[server]\nkeep_free_bytes = 3\ndisk_budget_bytes = 5\n")
     facts = server(store, tmp_path).facts
     assert (facts["keep_free"], facts["disk_budget"]) == (3, 5)
+    store.close()
+
+
+def test_the_disk_has_what_the_store_takes_and_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store.open(tmp_path)
+    (tmp_path / serve_lock.SERVED_FILE).write_text("[server]\n")
+    (tmp_path / "blobs" / "more").write_bytes(b"." * 50_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=7 if Path(path) == tmp_path else 8))
+    facts = server(store, tmp_path).facts
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
+    assert (facts["disk_free"], facts["disk_used"]) == (7, sum(sizes))
     store.close()

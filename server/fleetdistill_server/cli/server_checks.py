@@ -97,15 +97,17 @@ def _extras(server: ServerSection) -> Found:
 def _processes(server: ServerSection, path: Path) -> Found:
     directory = Path(server.store)
     served_now = serving(directory)
-    for text in _read(server, failed_runs):
-        yield WARNING, text
     if served_now is None:
+        for text in _read(server, failed_runs):
+            yield WARNING, text
         waiting = _read(server, lambda store: [repr(run.name) for run in store.runs.active()])
         need = f", but runs are to go on ({', '.join(waiting)}); run `fleetdistill serve {path}`" if waiting else ""
         yield WARNING if waiting else OK, f"no server uses the store {server.store}{need}"
         return
     with open_for_trial(directory, Location.of(server)) as store:
-        wrong = problems_of_processes(store, directory)
+        failed, wrong = failed_runs(store), problems_of_processes(store, directory)
+    for text in failed:
+        yield WARNING, text
     for text in wrong:
         yield ERROR, f"{text}; see `runs show` and the server's log"
     if not wrong:

@@ -151,6 +151,7 @@ def main() -> int:
     parser.add_argument("--supervisor", type=int)
     parser.add_argument("--max-short-rounds", type=int)
     parser.add_argument("--token")
+    parser.add_argument("--waits", action="store_true")  # for what it lacks, as its last process said
     parser.add_argument("--log-format", choices=list(LogFormat), default=LogFormat.TEXT)
     parser.add_argument("--log-level", choices=list(LogLevel), default=LogLevel.INFO)
     given = parser.parse_args()
@@ -176,12 +177,9 @@ def main() -> int:
     except (ConfigurationError, RunError) as error:
         logger.error("the engine stops: %s", error, extra=about(run=run, event=ENGINE_FAILED))
         return EXIT_CONFIGURATION
-    except NoSpaceError as error:
-        logger.warning("%s", error, extra=about(run=run))
-        return EXIT_NO_SPACE
-    except StoreUnavailableError as error:
-        logger.warning("%s", error, extra=about(run=run))
-        return EXIT_STORE_AWAY
+    except (NoSpaceError, StoreUnavailableError) as error:
+        logger.log(logging.DEBUG if given.waits else logging.WARNING, "%s", error, extra=about(run=run))
+        return EXIT_NO_SPACE if isinstance(error, NoSpaceError) else EXIT_STORE_AWAY
     except Exception:  # logged here; the supervisor restarts the engine
         logger.exception("the engine failed", extra=about(run=run, event=ENGINE_FAILED))
         return 1

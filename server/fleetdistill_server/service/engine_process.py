@@ -264,7 +264,8 @@ class EngineProcess:
         return Child(module, self._arguments(), self.slot.ends, self._log, environment, torchrun=torchrun)
 
     def _arguments(self) -> list[str]:
-        return [str(self._directory / _CONFIG_FILE), "--token", self.token, *self._options]
+        waits = ["--waits"] if self._waits_for else []
+        return [str(self._directory / _CONFIG_FILE), "--token", self.token, *waits, *self._options]
 
     def _start_again(self) -> None:
         """Starts a new process with a token of its own, in case something of the old one is left."""

@@ -197,13 +197,24 @@ def test_personal_model_of_own_statistics_has_no_fleet_predictor() -> None:
     assert isinstance(general.above.predictor, nn.Sequential)
     assert isinstance(personal.above.predictor, ChosenPredictor)
     assert personal.above.predictor.uses_closed
-    assert float(personal.above.temperature) == half.own.current_variants.personal.temperature
+    made = half.own.current_variants
+    half.own.variants = replace(made, personal=replace(made.personal, temperature=2.5))  # the chosen one may be 1
+    tempered = half.variants()[PERSONAL]
+    assert isinstance(tempered, SpaceModel)
+    assert float(tempered.above.temperature) == 2.5
+    half.own.variants = made
     unseen = images_of([10, 10, 10, 10], 9)
     right = extract(personal, unseen.inputs).argmax(dim=1) == (unseen.labels + 1) % CLASSES
     assert right.float().mean() > 0.9
     other = played.halves["a"]
     assert not other.own.current_variants.own_kept
     of_fleet = other.variants()[PERSONAL]
+    of_others = other.own.current_variants
+    other.own.variants = replace(of_others, personal=replace(of_others.personal, temperature=2.5))
+    predicted = other.variants()[PERSONAL]
+    assert isinstance(predicted, SpaceModel)
+    assert float(predicted.above.temperature) == 1, "a trained predictor has its own scale"
+    other.own.variants = of_others
     expected = extract(personal, unseen.inputs), extract(of_fleet, unseen.inputs)
     changed, changed_too = copy.deepcopy(of_fleet), copy.deepcopy(personal)
     changed.load_state_dict(personal.state_dict())  # as a delivered model is that changes its predictor
