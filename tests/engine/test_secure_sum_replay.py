@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from support.fleets import assert_no_upload_lost, prepare
 from fleetdistill import Device
 from fleetdistill.methods.classstats_private.sums import to_wire
 from fleetdistill.methods.classstats_secure.encoding import decode
+from fleetdistill.secure.member import Member
 from fleetdistill.secure.primitives import from_bytes, lift, reduce
 from fleetdistill.secure.session import Parameters
 from fleetdistill.state import failpoints
@@ -201,6 +202,35 @@ def test_a_sum_is_kept_when_nobody_gets_the_class_space(method: str, tmp_path: P
     state: Any = unpack_state(fleet.store.blobs.get_state(row.checkpoint))
     assert len(state["parts"]) == 1
     assert len(state["members"]) == 5
+
+
+@pytest.mark.slow
+def test_the_engine_reads_whose_boxes_did_not_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All others decline, and the next round has a sum without the sender, though the engine dies in between."""
+    fleet, real = Fleet("unsigned", tmp_path / "work", summing("classstats_summed")), Member.boxes
+
+    def boxes(member: Member, index: int, entries: Mapping[int, bytes], *arguments: Any) -> dict[int, bytes]:
+        made = real(member, index, entries, *arguments)
+        spoilt = index == 1 and len(entries) == 4  # the second of five devices, in the first sum
+        return {other: bytes(80) if spoilt else box for other, box in made.items()}
+
+    monkeypatch.setattr(Member, "boxes", boxes)
+    fuse = Fuse()
+
+    def die() -> None:
+        if fuse.blows_at < 0 and fleet.store.history.events(RUN, "declined"):
+            fuse.blows_at = fuse.touched + 3
+
+    with devices_of(fleet) as devices:
+        with contextlib.suppress(Crash):
+            run_engine(fleet.store, fleet.config, Drive(devices, fuse, on_wait=die))
+        assert fuse.touched == fuse.blows_at
+        run_engine(fleet.store, fleet.config, Drive(devices))
+    row = fleet.store.runs.existing(RUN)
+    state: Any = unpack_state(fleet.store.blobs.get_state(row.checkpoint))
+    names = sorted(spec.name for spec in fleet.specs)
+    assert sorted(state["members"]) == [names[0], *names[2:]]
+    assert {event.device for event in fleet.store.history.events(RUN, "wrong-share")} == {names[1]}
 
 
 @pytest.mark.slow

@@ -448,7 +448,7 @@ class SecureSums:
         self, step: str, message: SecureMessage, session: SecureSession, steps: Steps
     ) -> tuple[Mapping[str, SecureMessage], Mapping[str, Any]]:
         """Returns the answer to a step, and the lists of its ask that later steps need."""
-        from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK
+        from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK, unusable
 
         part = _Part(session, steps, self._device, self._endorsing)
         makers = {
@@ -461,8 +461,7 @@ class SecureSums:
         try:
             return makers[step](message)
         except PeerError as error:
-            name = part.device_at(error.index)
-            raise SumRefusedError(f"what device {name!r} sent in this sum cannot be used: {error}") from error
+            raise SumRefusedError(unusable(part.device_at(error.index), str(error))) from error
 
 
 def _check_honest(parameters: Parameters, colluders: int) -> None:

@@ -216,6 +216,10 @@ class StoreCohort:
         assert known is not None  # every device of the cohort has checked in
         return contract_pb2.DeviceProfile.FromString(known.profile).model_fingerprint
 
+    def declined(self, step: str) -> Mapping[str, str]:
+        """Returns the reasons of the devices that declined a step; see `Cohort.declined`."""
+        return self._store.history.declined(self._terms.run, self.round, step)
+
     async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
         """Sends a payload without requesting knowledge; waits until each device has it or is out of the round."""
         async for _ in self.ask(step, payload, quorum=0.0):

@@ -172,6 +172,10 @@ class FollowingCohort:
         if message.quorum_missed is not None:
             raise QuorumNotReached(*message.quorum_missed)
 
+    def declined(self, step: str) -> Mapping[str, str]:
+        """Returns the same reasons as the engine, which has ended the step."""
+        return self._store.history.declined(self._run.name, self.round, step)
+
     async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
         """Waits until the engine has delivered."""
         async for _ in self.ask(step, payload, quorum=0.0):

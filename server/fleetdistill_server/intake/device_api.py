@@ -28,7 +28,6 @@ from fleetdistill_server.intake.uploads import MAX_NUMBER, Uploads
 from fleetdistill_server.logs import about
 from fleetdistill_server.store.fleet_sizes import FleetSizes
 from fleetdistill_server.store.group_commit import Commit
-from fleetdistill_server.store.history import about_ask
 from fleetdistill_server.store.records import Ask, Work
 from fleetdistill_server.store.states import OVER, AskStatus, RunStatus
 from fleetdistill_server.store.store import Store
@@ -220,8 +219,7 @@ class DeviceApi:
         run, device = self.sessions.authenticate(request.identity)
         ask = self.store.asks.get(run, min(request.round, MAX_NUMBER), request.step_number, device)
         if ask is not None and ask.status is AskStatus.OPEN:
-            text = f"step {ask.step!r}: {request.reason[:_MAX_REASON]}"
-            self.commit(partial(_close_declined, run, ask, text))
+            self.commit(partial(_close_declined, ask, request.reason[:_MAX_REASON]))
             self.wake_engine()
         return service_pb2.DeclineResponse()
 
@@ -261,7 +259,7 @@ def _note(run: str, kind: str, text: str, device: str, store: Store) -> None:
     store.history.add_event(run, kind, text, device=device)
 
 
-def _close_declined(run: str, ask: Ask, text: str, store: Store) -> None:
+def _close_declined(ask: Ask, reason: str, store: Store) -> None:
     with store.transaction():
         store.asks.close(ask.id, "declined")
-        store.history.add_event(run, "declined", text, **about_ask(ask))
+        store.history.add_declined(ask.run, ask, reason)

@@ -143,6 +143,9 @@ class Cohort(Notes, Protocol):
             QuorumNotReached: Too few devices answered before the deadline.
         """
 
+    def declined(self, step: str) -> Mapping[str, str]:
+        """Returns the reasons of the devices that declined a step of this round, by device; a replay has the same."""
+
     async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
         """Sends a payload without requesting knowledge; waits until each device has received it or has left."""
 

@@ -44,6 +44,18 @@ class History:
             self._db.log({**row, "ask": ask})
             return int(self._db.insert("events", {**row, "at": self._db.now()}, "RETURNING id")["id"])
 
+    def add_declined(self, run: str, ask: Ask, reason: str) -> None:
+        """Stores the event for an ask that its device declines."""
+        self.add_event(run, "declined", f"{_of_step(ask.step)}{reason}", **about_ask(ask))
+
+    def declined(self, run: str, number: int, step: str) -> dict[str, str]:
+        """Returns the reasons of the devices that declined a step of a round, by device."""
+        events = self._events(
+            "SELECT * FROM events WHERE run = ? AND kind = 'declined' AND round = ? ORDER BY id", run, number
+        )
+        prefix = _of_step(step)
+        return {one.device: one.text.removeprefix(prefix) for one in events if one.text.startswith(prefix)}
+
     def note_refusals_left_out(self, run: str, device: str, text: str, known: int | None) -> int | None:
         """Stores how many of a device's refusals are not recorded one by one.
 
@@ -238,6 +250,10 @@ class History:
             run,
         )
         return [Traffic.from_row(row) for row in rows]
+
+
+def _of_step(step: str) -> str:
+    return f"step {step!r}: "
 
 
 def about_ask(ask: Ask) -> dict[str, Any]:

@@ -235,6 +235,10 @@ class FakeCohort:
         except (CannotAnswer, WireError) as reason:
             return None, str(reason)
 
+    def declined(self, step: str) -> Mapping[str, str]:
+        """Returns the reasons of the members that declined a step, by device."""
+        return {item.device: item.declined for item in self.asked if item.step == step and item.declined}
+
     async def deliver(self, payload: PayloadFor, *, step: str = "deliver") -> None:
         """Sends a payload without requesting knowledge."""
         async for _ in self.ask(step, payload, quorum=0.0):

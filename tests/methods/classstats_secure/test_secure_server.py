@@ -27,7 +27,7 @@ from support.wire_samples import make_contract
 from fleetdistill.errors import ConfigurationError, QuorumNotReached, RefusedError, RunError
 from fleetdistill.knowledge import SecureMessage
 from fleetdistill.methods.base import Answer, Ask
-from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, SHARES, STEPS, UNMASK
+from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, SHARES, STEPS, UNMASK, unusable
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.wire.codec import encode
@@ -37,6 +37,7 @@ from fleetdistill_server.figures import sums_of
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.classstats_secure import sum_server
+from fleetdistill_server.methods.cohort import DeviceAnswer
 from fleetdistill_server.methods.traffic import declared_parts
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
 from fleetdistill_server.testing import FakeCohort, play
@@ -217,6 +218,58 @@ def test_the_same_answers_give_the_same_space():
 
     play(replayed, {name: partial(repeat, name) for name in fleet})
     assert replayed.merge_name == server.merge_name
+
+
+# --- devices that send what others cannot use
+
+
+class Spoiling(FakeCohort):
+    """A cohort in which one device's keys or boxes are changed on their way to the server."""
+
+    spoils: tuple[str, str] = ("", "")
+
+    async def ask(self, step: str, *arguments: Any, **settings: Any) -> Any:
+        async for answer in super().ask(step, *arguments, **settings):
+            if (step, answer.device) == self.spoils:
+                (name,) = answer.parts
+                sent = getattr(answer.part(name, SecureMessage), name).copy()
+                sent[..., :32] = 0  # no X25519 key, and no box
+                spoilt: dict[str, Any] = {name: sent}
+                yield DeviceAnswer(answer.device, 1, encode({name: SecureMessage(**spoilt)}))
+            else:
+                yield answer
+
+
+@pytest.mark.parametrize("step", [KEYS, SHARES])
+def test_whose_boxes_do_not_open_is_out_of_the_next_sum(step):
+    server, fleet = make_server(min_in_sum=3), devices("abcdefg", min_in_sum=3)
+    first, liar = Spoiling({name: fleet[name] for name in "abcd"}, number=1), "a" if step == KEYS else "c"
+    first.spoils = (step, liar)
+    with pytest.raises(QuorumNotReached):
+        asyncio.run(server.round(first))
+    again = make_server(min_in_sum=3)
+    again.load_state_dict(unpack_state(pack_state(server.state_dict())))
+    (cohort,) = play(again, {name: fleet[name] for name in "abcd"}, number=2)
+    assert set(members_of(again)) == set("abcd") - {liar}
+    assert [(event.kind, event.device) for event in cohort.events][:2] == [("wrong-share", liar), ("secure-sum", "")]
+    (cohort,) = play(again, fleet, number=3, completed=1)
+    assert set(members_of(again)) == set("abcdefg"), "of one sum only: the device that named it may lie, too"
+
+
+class Accusing(FakeCohort):
+    """A cohort in which two devices decline the masked input with reasons that fit no other device of the sum."""
+
+    def declined(self, step: str) -> dict[str, str]:
+        return {"a": unusable("a", "no box"), "b": unusable("nobody", "no box")} if step == INPUT else {}
+
+
+def test_a_reason_that_names_no_other_device_blames_nobody():
+    server, fleet = make_server(min_in_sum=3), devices("abcd", min_in_sum=3)
+    with pytest.raises(QuorumNotReached):
+        asyncio.run(server.round(Accusing(fleet, silent=[(INPUT, "a"), (INPUT, "b")])))
+    (cohort,) = play(server, fleet, number=2)
+    assert set(members_of(server)) == set("abcd")
+    assert "wrong-share" not in cohort.kinds
 
 
 # --- without noise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 
@@ -15,8 +16,20 @@ KEYS, SHARES, INPUT, CHECK, UNMASK = "secure_keys", "secure_shares", "secure_inp
 STEPS = (KEYS, SHARES, INPUT, CHECK, UNMASK)
 """Steps of a sum in their order; `secure_check` is only in sums with signed keys."""
 
+_BLAMED = re.compile("what device '([^']+)' sent in this sum cannot be used: ")
 _FEATURES_VERSION = "1"
 """Version of the public features; increased when the scattering or its whitening changes."""
+
+
+def unusable(device: str, why: str) -> str:
+    """Returns the reason with which a device declines a step if it cannot use another's keys or box."""
+    return f"what device {device!r} sent in this sum cannot be used: {why}"
+
+
+def blamed_in(reason: str) -> str:
+    """Returns the device that `unusable` names in a reason to decline; empty if it is another reason."""
+    found = _BLAMED.match(reason)
+    return found[1] if found else ""
 
 
 class MaskedStatistics(DeviceStatistics):

@@ -68,6 +68,7 @@ class SumServer(ClassStatsServer):
         super().__init__(config, context)
         self._members: dict[str, str] = {}  # the sum that contains a device
         self._made: dict[str, Parameters] = {}  # the sums of this round
+        self._blamed: set[str] = set()  # devices that the next sum leaves out
 
     # --- declarations
 
@@ -120,7 +121,7 @@ class SumServer(ClassStatsServer):
         self._made = {}
         lacking = [device for device in asked if device not in self._members and self.deliveries.is_askable(device)]
         failure, is_new = None, False
-        groups = self._groups(lacking, cohort)
+        groups = self._groups(self._without_blamed(lacking, cohort), cohort)
         for number, group in enumerate(groups):
             needed = self._needed(len(group))
             which = f" of group {number + 1}" if len(groups) > 1 else ""
@@ -146,6 +147,19 @@ class SumServer(ClassStatsServer):
         if is_new:
             self.merge_parts(cohort)
             self.check_merge()
+
+    def _without_blamed(self, devices: Sequence[str], cohort: Cohort) -> list[str]:
+        """Returns the devices without those whose keys or boxes another one could not use, once for each such sum.
+
+        The server cannot tell whether the sender lies or the device that blames it.
+        """
+        others = [device for device in devices if device not in self._blamed]
+        if others:
+            for device in sorted(self._blamed.intersection(devices)):
+                text = f"another device could not use what {device} sent in the last sum, and this one is without it"
+                cohort.event("wrong-share", text, device)
+            self._blamed = set()
+        return others
 
     def _groups(self, devices: Sequence[str], cohort: Cohort) -> list[list[str]]:
         """Returns the devices in random groups that are large enough for sums; in one if they are too few for more."""
@@ -188,6 +202,8 @@ class SumServer(ClassStatsServer):
             self._free(spent)
             cohort.report(SECURE_SUMS, {str(number + 1): asdict(session.figures(error))})
             raise
+        finally:
+            self._blamed |= session.blamed
         cohort.report(SECURE_SUMS, {str(number + 1): asdict(session.figures())})
 
     def _take(self, result: SecureSum, made: SumFigures, parameters: Parameters, notes: Notes, which: str) -> None:
@@ -259,6 +275,7 @@ class SumServer(ClassStatsServer):
     def forget(self, device: str, notes: Notes) -> None:
         """Removes the whole sum that contains the device: a server that knows no part cannot subtract one."""
         self.deliveries.forget(device)
+        self._blamed.discard(device)
         name = self._members.pop(device, None)
         if name is None or name not in self._parts:  # in no sum, or in one that was forgotten before
             return
@@ -277,11 +294,11 @@ class SumServer(ClassStatsServer):
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "members": dict(self._members)}
+        return {**super().state_dict(), "members": dict(self._members), "blamed": sorted(self._blamed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._members = dict(state["members"])
+        self._members, self._blamed = dict(state["members"]), set(state.get("blamed", ()))
 
 
 class _OfSums:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fleetdistill.errors import PeerError, QuorumNotReached, SecureSumError, WireError
 from fleetdistill.knowledge import SecureEntry, SecureMessage
-from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK
+from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK, blamed_in
 from fleetdistill.secure.certificate import check_certified
 from fleetdistill.secure.member import is_endorsed, verify_keys_entry
 from fleetdistill.secure.primitives import Numbers, from_bytes, verify_signature
@@ -77,6 +77,7 @@ class SumSession:
         sid: Id of the sum, 32 bytes.
         spent: Ids of the devices whose numbers may be in a sum: those that have given their shares, and all that are in
             it once it is unmasked.
+        blamed: Ids of the devices whose keys or boxes another device could not use, by the reason of its decline.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class SumSession:
         self._cohort, self._ask, self._parameters, self._nonce = cohort, ask, parameters, nonce
         self.sid = session_id(run, cohort.round, 1, nonce, digest, parameters.pack())
         self.spent: set[str] = set()
+        self.blamed: set[str] = set()
         self._asked_devices: dict[str, int] = {}
         self._answered: dict[str, int] = {}
         self._dropped: dict[str, list[str]] = {}
@@ -281,6 +283,9 @@ class SumSession:
             yield answer
         if missing := sorted(set(devices) - set(answered)):
             self._dropped[step] = missing
+            reasons = self._cohort.declined(step)
+            named = {device: blamed_in(reasons.get(device, "")) for device in missing}
+            self.blamed |= {other for device, other in named.items() if other in devices and other != device}
         self._check_enough(step, len(answered), needed)
 
     def _check_enough(self, step: str, answered: int, needed: int) -> None:
