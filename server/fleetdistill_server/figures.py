@@ -64,6 +64,8 @@ class SumFigures:
         dropped: Ids of the devices that did not answer, by step.
         seconds: Time from the first ask to the sum or its failure.
         failure: Why there is no sum; empty for a sum that was made.
+        sid: Id of the sum, 64 hexadecimal digits; empty in sums of an earlier version, as the next.
+        roster: Digest of the ids and keys of all its devices, 64 hexadecimal digits; empty if the sum failed before.
     """
 
     asked: int
@@ -78,6 +80,8 @@ class SumFigures:
     dropped: Mapping[str, Sequence[str]]
     seconds: float
     failure: str
+    sid: str = ""
+    roster: str = ""
 
     @property
     def dropped_text(self) -> str:

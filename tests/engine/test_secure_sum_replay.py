@@ -17,6 +17,7 @@ from support.fleets import assert_no_upload_lost, prepare
 from fleetdistill import Device
 from fleetdistill.methods.classstats_private.sums import to_wire
 from fleetdistill.methods.classstats_secure.encoding import decode
+from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, SHARES
 from fleetdistill.secure.member import Member
 from fleetdistill.secure.primitives import from_bytes, lift, reduce
 from fleetdistill.secure.session import Parameters
@@ -202,6 +203,32 @@ def test_a_sum_is_kept_when_nobody_gets_the_class_space(method: str, tmp_path: P
     state: Any = unpack_state(fleet.store.blobs.get_state(row.checkpoint))
     assert len(state["parts"]) == 1
     assert len(state["members"]) == 5
+
+
+@pytest.mark.slow
+def test_a_short_round_leaves_no_payload_of_its_sum(tmp_path: Path) -> None:
+    """Two of five devices are gone before they send their masked input, and the engine dies after this round."""
+    fleet = Fleet("unsigned", tmp_path / "work", summing("classstats_secure"))
+    run = fleet.config.run.model_copy(update={"deadline_seconds": 4.0})
+    fleet.config = fleet.config.model_copy(update={"run": run})
+    with devices_of(fleet) as devices:
+        drive = Drive(devices)
+
+        def leave() -> None:
+            drive.away = {3, 4} if any(ask.step == INPUT for ask in fleet.store.asks.of_run(RUN)) else set()
+            if any(item.status == "short" for item in fleet.store.runs.rounds(RUN)):
+                raise Crash
+
+        drive.on_wait = leave
+        with pytest.raises(Crash):
+            run_engine(fleet.store, fleet.config, drive)
+    (short,) = fleet.store.runs.rounds(RUN)
+    assert short.status == "short"
+    uploads = fleet.store.asks.uploads(RUN)
+    assert {item.step for item in uploads} == {KEYS, SHARES, INPUT}
+    held = {item.sha256 for item in fleet.store.blobs.held()}
+    assert not held & {item.sha256 for item in uploads}
+    assert_no_upload_lost(fleet.store)
 
 
 @pytest.mark.slow

@@ -11,11 +11,14 @@ import pytest
 from support.summed_run import RUN, make_summed_run
 from typer.testing import CliRunner
 
+from fleetdistill.methods.classstats_secure.exchange import STEPS
+from fleetdistill.state.state_file import unpack_state
 from fleetdistill_console.metrics.runs import RunsCollector
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.figures import SumFigures
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.store.records import Ask
+from fleetdistill_server.store.retention import needed
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
 from fleetdistill_server.views import runs as views
@@ -48,6 +51,27 @@ def test_a_run_shows_who_dropped_out_of_its_sums(store: Store) -> None:
     ]
     for row in (failed, made):  # of five devices that sent keys, floor(10 / 3) + 1 must give shares
         assert (row["min_devices"], row["threshold"], row["noise_shares"]) == (4, 4, 4)
+
+
+def test_the_record_of_a_sum_names_its_session_and_roster(store: Store) -> None:
+    """The id begins with the name under which the merge has the sum; a device keeps it in secure_ended.json."""
+    failed, made = views.run(store, RUN).lists["secure_sums"]
+    state: Any = unpack_state(store.blobs.get_state(store.runs.existing(RUN).checkpoint))
+    assert list(state["parts"]) == [f"sum {made['sid'][:16]}"]
+    assert failed["sid"] != made["sid"]
+    for row in (failed, made):
+        assert [len(bytes.fromhex(row[name])) for name in ("sid", "roster")] == [32, 32]
+
+
+def test_the_payloads_of_a_sum_are_gone_with_its_round(store: Store) -> None:
+    """The run keeps its newest round's other payloads: here the class space that it has sent."""
+    held = {item.sha256 for item in store.blobs.held()}
+    sent = {step: {ask.payload for ask in store.asks.of_run(RUN) if ask.step == step} for step in (*STEPS, "learn")}
+    answers = {item.sha256 for item in store.asks.uploads(RUN) if item.step in STEPS}
+    assert len(answers) > 10
+    assert sent["learn"] <= held
+    assert not held & answers.union(*(sent[step] for step in STEPS))
+    assert not needed(store).payloads & answers
 
 
 def test_a_short_round_has_no_figures_but_its_sums(store: Store) -> None:

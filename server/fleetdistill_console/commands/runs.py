@@ -43,8 +43,8 @@ from fleetdistill_server.views.runs import View
 StartOption = Annotated[bool, typer.Option("--start", help="Start the run too.")]
 _MAX_ROUNDS = 20
 """Number of rounds that `runs show` prints; the newest ones."""
-_STEPS_OF_SUMS = ("keys", "boxes", "signatures", "shares")
-"""Columns of secure sums that only `--json` and the dashboard have."""
+_NOT_SHOWN_OF_SUMS = ("keys", "boxes", "signatures", "shares", "sid", "roster")
+"""Columns of secure sums that only `--json` has, and the first four the dashboard."""
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 runs_app = typer.Typer(help="Inspects and manages runs.", no_args_is_help=True)
 
@@ -228,7 +228,7 @@ def _shorten(view: View) -> None:
     if "secure_sums" in view.lists:
         first = view.lists["rounds"][0]["round"]
         view.lists["secure_sums"] = [
-            {name: value for name, value in row.items() if name not in _STEPS_OF_SUMS}
+            {name: value for name, value in row.items() if name not in _NOT_SHOWN_OF_SUMS}
             for row in view.lists["secure_sums"]
             if row["round"] >= first
         ]

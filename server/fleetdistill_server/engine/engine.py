@@ -39,7 +39,7 @@ from fleetdistill_server.service.registration import register
 from fleetdistill_server.service.wakeups import POLL_SECONDS, Waker
 from fleetdistill_server.store.back_off import available
 from fleetdistill_server.store.records import Run
-from fleetdistill_server.store.retention import free_after_round
+from fleetdistill_server.store.retention import drop_unneeded, free_after_round
 from fleetdistill_server.store.rollback import way_back
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
@@ -386,6 +386,8 @@ class Engine:
                 self._store.runs.close_short_round(self._name, cohort.round, str(reason), kept)
                 failpoints.hit("engine.short.before-commit")
             failpoints.hit("engine.short.after-commit")
+            if of_sums := self._store.runs.payloads_of_sums(self._name, cohort.round):
+                drop_unneeded(self._store, of_sums, wait_seconds=0.0)
             self._store.blobs.forget_verified()  # devices may have fetched a damaged blob; the next put rewrites it
             self._training.end_round()
             self._restore()
@@ -425,7 +427,8 @@ class Engine:
             failpoints.hit("engine.close.before-commit")
         failpoints.hit("engine.close.after-commit")
         self._training.end_round()
-        free_after_round(self._store, self._name, spent)
+        of_sums = self._store.runs.payloads_of_sums(self._name, cohort.round)
+        free_after_round(self._store, self._name, spent | of_sums)
         of = f" of {self._config.run.rounds}" if not self._endless else ""
         where = about(run=self._name, round=cohort.round)
         logger.info("round closed, %d%s completed", cohort.completed + 1, of, extra=where)

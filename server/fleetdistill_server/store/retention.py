@@ -2,8 +2,8 @@
 
 Each run needs its newest checkpoints (`[server] keep_checkpoints`), the payloads that its contract refers to, and the
 payloads of its kept rounds: the newest closed or undone rounds (`[server] keep_rounds`), later short rounds, and the
-open round. All other payloads and checkpoints are deleted: at the end of the round that made them unnecessary, or, if a
-crash prevented this, periodically by `sweep`.
+open round; of a round that has ended not those of secure sums. All other payloads and checkpoints are deleted: at the
+end of the round that made them unnecessary, or, if a crash prevented this, periodically by `sweep`.
 
 An acknowledged upload that is still needed is never deleted. Deletion checks the rows and deletes the files under the
 database's write lock. Under the same lock, the front commits a receipt only if nothing was deleted since before the
@@ -99,20 +99,20 @@ def needed(store: Store) -> Needed:
     return result
 
 
-def free_after_round(store: Store, run: str, checkpoints: Iterable[bytes] = ()) -> None:
+def free_after_round(store: Store, run: str, spent: Iterable[bytes] = ()) -> None:
     """Deletes the payloads and checkpoints that a run no longer needs after its newest round has closed.
 
     Args:
         store: Store that contains the run.
         run: Name of the run.
-        checkpoints: Digests of the checkpoints that the run no longer keeps.
+        spent: Digests of the checkpoints, and of payloads of the round itself, that the run no longer keeps.
     """
     keep = store.runs.existing(run).keep_rounds
     first, stop = store.runs.first_kept_round(run, keep + 1), store.runs.first_kept_round(run, keep)
-    spent = store.runs.payloads_between(run, first, stop)
+    old = store.runs.payloads_between(run, first, stop)
     with store.blobs.exclusive() as free:
         if free:  # otherwise a later sweep deletes them
-            _delete(store, [*spent, *checkpoints])
+            _delete(store, [*old, *spent])
     store.blobs.trim()
 
 

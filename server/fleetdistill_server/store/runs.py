@@ -36,6 +36,9 @@ from fleetdistill_server.store.sums import EVERY, Sums
 from fleetdistill_server.store.unsettled import first_needed_round, report_late_answers, settle, settle_until
 from fleetdistill_server.texts import shorten
 
+_OF_A_SUM = "step IN ('secure_keys', 'secure_shares', 'secure_input', 'secure_check', 'secure_unmask')"
+"""Condition on asks of secure sums: keys, boxes, masked numbers, signatures and shares."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -356,6 +359,7 @@ class Runs:
             "WHERE run = ? AND round = ?",
             *(status, reason, json.dumps(figures), self._db.now(), run, number),
         )
+        self._db.write(f"UPDATE asks SET given_up = 2 WHERE run = ? AND round = ? AND {_OF_A_SUM}", run, number)
         update_back_off(self._db, self._history, run, number)
 
     def _close_open_round(self, run: str, why: str) -> None:
@@ -393,7 +397,7 @@ class Runs:
         """
         self._db.write("DELETE FROM checkpoints WHERE run = ?", run)  # they contain the devices' contributions
         self.set_checkpoint(run, checkpoint)
-        self._db.write("UPDATE asks SET given_up = 1 WHERE run = ?", run)
+        self._db.write("UPDATE asks SET given_up = 1 WHERE run = ? AND given_up = 0", run)
         for device in devices:
             self._db.write(
                 "UPDATE uploads SET quarantined_at = coalesce(quarantined_at, ?) "
@@ -464,6 +468,16 @@ class Runs:
         """Returns the digests of the payloads that rounds `first` to `stop` - 1 of a run refer to."""
         rows = self._db.rows(
             "SELECT DISTINCT sha256 FROM spoken WHERE run = ? AND round >= ? AND round < ?", run, first, stop
+        )
+        return {row["sha256"] for row in rows}
+
+    def payloads_of_sums(self, run: str, number: int) -> set[bytes]:
+        """Returns the digests of the payloads of a round's secure sums, which nobody needs once the round has ended."""
+        of_round = f"a.run = ?1 AND a.round = ?2 AND a.{_OF_A_SUM}"
+        rows = self._db.rows(
+            f"SELECT a.payload AS sha256 FROM asks a WHERE a.payload IS NOT NULL AND {of_round} UNION "
+            f"SELECT u.sha256 FROM uploads u JOIN asks a ON u.ask = a.id WHERE {of_round}",
+            *(run, number),
         )
         return {row["sha256"] for row in rows}
 

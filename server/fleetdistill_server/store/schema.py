@@ -77,8 +77,9 @@ CREATE TABLE asks (
     deadline_at REAL,
     status TEXT NOT NULL,  -- open, answered, out
     reason TEXT,
-    -- 1: the payload is not kept even if its round is, because it can contain data of a forgotten device. The digest
-    -- stays, because answers refer to it.
+    -- 1: the payload is not kept even if its round is, because it can contain data of a forgotten device. 2: neither is
+    -- the answer's, because the ask is of a secure sum whose round has ended. The digests stay, because rows refer to
+    -- them.
     given_up INTEGER NOT NULL DEFAULT 0,
     -- When the ask was written and sent to the device, when the download of its payload began and ended, and when the
     -- upload of its answer began; NULL if not known. The front writes them within seconds, see `intake/ask_times.py`.
@@ -116,7 +117,8 @@ CREATE INDEX reported_uploads ON uploads (ask) WHERE status = 'reported';
 -- Payloads that each round refers to.
 CREATE VIEW spoken AS
     SELECT payload AS sha256, run, round FROM asks WHERE payload IS NOT NULL AND given_up = 0 UNION ALL
-    SELECT u.sha256, a.run, a.round FROM uploads u JOIN asks a ON u.ask = a.id WHERE u.quarantined_at IS NULL;
+    SELECT u.sha256, a.run, a.round FROM uploads u JOIN asks a ON u.ask = a.id
+    WHERE u.quarantined_at IS NULL AND a.given_up < 2;
 CREATE TABLE events (
     id INTEGER PRIMARY KEY,
     run TEXT NOT NULL,

@@ -160,6 +160,8 @@ def secure_sum_rows(store: Store, run: str, figure: RoundFigures) -> list[TableR
             "seconds": round(one.seconds, 2),
             "bytes_up": up,
             "bytes_down": down,
+            "sid": one.sid,
+            "roster": one.roster,
         }
         for (number, one), (up, down) in zip(sorted(sums.items()), sent, strict=False)
     ]

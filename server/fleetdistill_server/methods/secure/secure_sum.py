@@ -100,6 +100,7 @@ class SumSession:
         self._asked_devices: dict[str, int] = {}
         self._answered: dict[str, int] = {}
         self._dropped: dict[str, list[str]] = {}
+        self._roster = b""
         self._began = time.monotonic()
 
     async def sum(self, devices: Sequence[str]) -> SecureSum:
@@ -111,6 +112,7 @@ class SumSession:
         """
         self._began = time.monotonic()
         roster, endorsements = await self._keys(devices)
+        self._roster = roster.digest
         boxes = await self._shares(roster, endorsements)
         masked = await self._inputs(roster, boxes)
         survivors = frozenset(masked)
@@ -153,6 +155,8 @@ class SumSession:
             dropped=self._dropped,
             seconds=round(time.monotonic() - self._began, 3),
             failure=text,
+            sid=self.sid.hex(),
+            roster=self._roster.hex(),
         )
 
     async def _keys(self, devices: Sequence[str]) -> tuple[Roster, dict[str, bytes]]:
