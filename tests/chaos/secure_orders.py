@@ -70,8 +70,9 @@ class Adversary:
         self._sums = {(number, nonce): Heard() for number in range(1, ROUNDS + 1) for nonce in range(NONCES)}
         self._lists: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # what a device was last asked with, by step
         self._gradients: dict[str, set[int]] = defaultdict(set)
-        self._order = [KEYS, SHARES, INPUT, *([CHECK] if fleet.config.signs_keys else []), UNMASK, *["refine"] * 3]
+        self._order = [KEYS, SHARES, INPUT, *([CHECK] if fleet.config.signs_keys else []), UNMASK, "refine"]
         self._asked: Counter[tuple[tuple[int, int], str]] = Counter()
+        self._done: dict[tuple[tuple[int, int], str], set[str]] = defaultdict(set)
         self._current = (1, 0)
         self.answered: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -92,12 +93,14 @@ class Adversary:
                 getattr(self, f"_{step}")(which, self._sums[which], name)
         except (CannotAnswer, WireError):
             return
+        self._done[which, name].add(step)
         self.answered[step] += 1
 
     def _next(self, which: tuple[int, int]) -> tuple[str, str]:
         """The device that was asked least in a sum, and its next step."""
         name = min(self._fleet.names, key=lambda one: self._asked[which, one])
-        return name, self._order[min(self._asked[which, name], len(self._order) - 1)]
+        left = [step for step in self._order if step not in self._done[which, name]]
+        return name, (left or self._order[-1:])[0]
 
     def _answer(self, which: tuple[int, int], name: str, step: str, message: SecureMessage) -> Any:
         parts = self._fleet.answer(name, step, {"session": message}, which[0])

@@ -680,30 +680,53 @@ def test_a_second_sum_without_one_device_needs_budget(tmp_path):
     assert set(fleet.refused.values()) == {"privacy budget used up"}
 
 
-@SIGNED
-def test_a_second_sum_of_one_round_is_charged(tmp_path, keys):
-    """A server that lies asks for another sum in the same round, with another nonce: a budget of one sum refuses."""
-    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
+@EVERY
+@METHODS
+@pytest.mark.parametrize("sent", [KEYS, INPUT])
+def test_a_second_sum_of_one_round_is_refused(tmp_path, keys, method, sent):
+    """A server that lies begins another sum in the same round, or goes back a round: the open one stays, and is next.
+
+    It costs nothing, whatever the budget. A later round says that the first sum has ended without the device.
+    """
+    fleet = SecureFleet(tmp_path, 5, method=method, keys=keys, min_in_sum=4, budget=PrivacyBudget(20.0, 1e-5))
+    lost = STEPS[keys][STEPS[keys].index(sent) + 1]
     with pytest.raises(QuorumNotReached):
-        fleet.sum(lost=[(CHECK, name) for name in fleet.names])
-    message = SecureMessage(parameters=fleet.parameters().pack(), nonce=bytes([9]) * 32)
+        fleet.sum(number=2, lost=[(lost, name) for name in fleet.names])
+    charged = len(releases(tmp_path / "device-0"))
+    assert charged == (method != SUMMED and sent == INPUT)
+    before = root_of(fleet, "device-0")
+    for number in (1, 2):
+        with pytest.raises(SumRefusedError, match="of this round or of a later one, and joins no second one"):
+            asked_again(fleet, "device-0", number=number)
+    assert root_of(fleet, "device-0") == before
+    assert len(releases(tmp_path / "device-0")) == charged
+    if sent == KEYS or keys == "unsigned" or method != SUMMED:
+        asked_again(fleet, "device-0", number=3)
+        assert root_of(fleet, "device-0") != before
+
+
+@SIGNED
+def test_a_later_sum_beyond_the_budget_leaves_the_open_one(tmp_path, keys):
+    """With a budget of one sum; the device may yet be told that the first sum contains it."""
+    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
+    fleet.sum()
+    before = root_of(fleet, "device-0")
     with pytest.raises(PrivacyBudgetError):
-        fleet.answer("device-0", KEYS, {"session": message})
+        asked_again(fleet, "device-0")
+    assert root_of(fleet, "device-0") == before
     assert len(releases(tmp_path / "device-0")) == 1
-    assert fleet.frozen("device-0") is None
 
 
 @EVERY
 def test_a_sum_in_which_nothing_was_sent_is_not_charged(tmp_path, keys):
     """Until its masked input leaves, nothing that depends on the device's rows has left it."""
     fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
-    parameters = fleet.parameters().pack()
-    for nonce in range(3):
-        fleet.answer("device-0", KEYS, {"session": SecureMessage(parameters=parameters, nonce=bytes([nonce]) * 32)})
+    for number in range(1, 4):
+        asked_again(fleet, "device-0", number=number)
     with pytest.raises(QuorumNotReached):
-        fleet.sum(lost=[(SHARES, "device-1"), (SHARES, "device-2")])
+        fleet.sum(number=4, lost=[(SHARES, "device-1"), (SHARES, "device-2")])
     assert not releases(tmp_path / "device-0")
-    result = fleet.sum(number=2)
+    result = fleet.sum(number=5)
     assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names))
     assert len(releases(tmp_path / "device-0")) == 1
 

@@ -273,11 +273,16 @@ class SecureSums:
         if session is None or session.sid != sid:
             if self._sessions.outcome_of(sid) is not None:
                 raise SumRefusedError("this sum has ended for this device")
+            if session is not None and session.run == contract.run and ask.round <= session.round:
+                # Only a later round says that the round of the open sum has ended without it.
+                raise SumRefusedError(
+                    "this device is in a sum of this round or of a later one, and joins no second one"
+                )
             if config.guarantee is None:
                 self._check_first(contract.run)
+            else:
+                self._check_budget(sid, config.guarantee)
             session = self._freeze(sid, parameters, ask.round, rows, contract.run, config)
-            if config.guarantee is not None:
-                self._check_budget(session, config.guarantee)
         return session
 
     def _check_terms(self, parameters: Parameters, rows: PrivateRows, config: SumSettings) -> None:
@@ -357,15 +362,10 @@ class SecureSums:
                 "this device is in a sum of this run, or may be; without noise, a second one could show its part"
             )
 
-    def _check_budget(self, session: SecureSession, wanted: Guarantee) -> None:
-        """Destroys a new sum that would exceed the privacy budget. Raises PrivacyBudgetError."""
-        ledger = PrivacyLedger(self._files)
-        if not _is_charged(ledger, session):
-            try:
-                ledger.check(wanted.mu, True, self._most(wanted))
-            except PrivacyBudgetError:
-                self._sessions.discard()
-                raise
+    def _check_budget(self, sid: bytes, wanted: Guarantee) -> None:
+        """Refuses a new sum that would exceed the privacy budget; the open one stays. Raises PrivacyBudgetError."""
+        if not _is_charged(ledger := PrivacyLedger(self._files), sid):
+            ledger.check(wanted.mu, True, self._most(wanted))
 
     def _charge(self, session: SecureSession, wanted: Guarantee) -> None:
         """Records a sum in the privacy ledger, unless it is there, before the masked input leaves.
@@ -374,7 +374,7 @@ class SecureSums:
             PrivacyBudgetError: The sum would exceed the budget, of which another has taken a part since the first step.
         """
         ledger, most = PrivacyLedger(self._files), self._most(wanted)
-        if _is_charged(ledger, session):
+        if _is_charged(ledger, session.sid):
             return
         try:
             recorded = ledger.record(
@@ -490,8 +490,8 @@ def _check_signer(signer: Signer, device: str) -> None:
         )
 
 
-def _is_charged(ledger: PrivacyLedger, session: SecureSession) -> bool:
-    return any(release.sum == session.sid.hex() for release in ledger.releases)
+def _is_charged(ledger: PrivacyLedger, sid: bytes) -> bool:
+    return any(release.sum == sid.hex() for release in ledger.releases)
 
 
 def _input_of(steps_nf: np.ndarray, rows: PrivateRows, parameters: Parameters, config: SumSettings) -> np.ndarray:

@@ -184,10 +184,6 @@ class SecureSessions:
         failpoints.hit("device.secure.after-end")
         self._wipe()
 
-    def discard(self) -> None:
-        """Destroys a sum in which nothing was sent."""
-        self._wipe()
-
     def _note_end(self, session: SecureSession, outcome: str) -> None:
         steps = self.steps(session)
         digests = {step: list(pair) for step, pair in steps.digests.items()}
