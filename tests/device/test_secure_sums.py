@@ -311,6 +311,18 @@ def test_the_rule_for_colluders_is_of_those_that_take_part(tmp_path):
     assert len(fleet.sum(number=2).devices) == 30
 
 
+@EVERY
+def test_q_is_at_least_the_threshold_of_shares(tmp_path, keys):
+    """Whatever the run's min_in_sum: of five devices that sent keys, four must give shares."""
+    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=3)
+    assert fleet.parameters().least == 4
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(least=3, honest=3)
+    assert {step for step, _ in fleet.refused} == {SHARES}
+    assert set(fleet.refused.values()) == {"3 of 5 devices are enough for the sum; it must be 4"}
+    assert not fleet.opened(fleet.sid)
+
+
 @METHODS
 @pytest.mark.parametrize(
     "change",

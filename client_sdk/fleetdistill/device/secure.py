@@ -551,7 +551,7 @@ class _Part:
 
     def shares(self, message: SecureMessage) -> tuple[Mapping[str, SecureMessage], Mapping[str, Any]]:
         """Step 2: checks the keys of all devices, or of all neighbours, and seals a pair of shares for each of them."""
-        from fleetdistill.secure.session import Roster, is_complete
+        from fleetdistill.secure.session import Roster, is_complete, session_threshold
 
         devices, parameters = message.devices, self._parameters
         self._check_count("keys", devices)
@@ -568,6 +568,10 @@ class _Part:
         if is_complete(devices, parameters.degree):
             if roster.digest != message.roster:
                 raise SumRefusedError("the digest of the server's list is wrong")
+            if parameters.least < (needed := session_threshold(devices, 0)):
+                raise SumRefusedError(
+                    f"{parameters.least} of {devices} devices are enough for the sum; it must be {needed}"
+                )
         elif 3 * parameters.least < 2 * devices:
             raise SumRefusedError(
                 f"{parameters.least} of {devices} devices are enough for the sum; in a ring it must be two thirds"

@@ -498,6 +498,7 @@ def test_the_rule_for_the_fewest_and_the_honest_devices():
     for keys in ("certificates", "roster"):
         assert [config_of(keys=keys).honest(asked) for asked in (3, 10, 100)] == [3, 6, 57]
     assert config_of(min_in_sum=8, colluders=2).honest(10) == 6
+    assert [config_of(min_in_sum=4).fewest(asked) for asked in (3, 5, 100)] == [4, 4, 67], "never below the rule"
     assert config_of(max_rows=1 << 24).parameters(10, 64, least=3, honest=3).width == 8
     assert config_of().parameters(10, 64, least=3, honest=3).width == 7
 

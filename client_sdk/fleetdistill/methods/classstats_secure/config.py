@@ -57,8 +57,8 @@ class SumSettings(SpaceConfig):
         graph: Which devices hold shares of a device's secrets: `complete`, all others, for at most 1,000 devices; or
             `ring`, about a hundred neighbours, for at most 10,000. A ring hides a device's part only from a server that
             follows the protocol, and needs `unsigned` keys.
-        min_in_sum: q, fewest devices in a sum, in [3, max_in_sum], or 0 for the rule: more than two thirds of those
-            asked. In a ring, never fewer than the rule says.
+        min_in_sum: q, fewest devices in a sum, in [3, max_in_sum], or 0. It is never below the rule: more than two
+            thirds of those asked, as so many must give shares.
         max_in_sum: Most devices in a sum, in [3, 1000], with a ring in [12, 10000]; further ones are in the next sum.
         groups: G, number of sums that the devices of a round form, at random, in [1, 100]; fewer if there are too few
             devices. From 3 on, `robust` can test the sums. With noise, the merge has sqrt(G) times that of one sum.
@@ -125,8 +125,7 @@ class SumSettings(SpaceConfig):
 
     def fewest(self, asked: int) -> int:
         """Returns q, the fewest devices in a sum of which `asked` devices are asked."""
-        by_rule = max(MIN_IN_SUM, 2 * asked // 3 + 1)
-        return max(by_rule, self.min_in_sum) if self.graph == RING else self.min_in_sum or by_rule
+        return max(MIN_IN_SUM, 2 * asked // 3 + 1, self.min_in_sum)
 
     def honest(self, asked: int) -> int:
         """Returns m, the number of devices whose noise together gives the guarantee; 0 without noise."""
