@@ -15,6 +15,9 @@ LONGEST = 1000
 HEALTH_PROBLEM = "fleetdistill-problem-bin"
 """Trailing metadata of a check of fleetdistill.engine: which engines do not work and why, in UTF-8."""
 
+UNREVIEWED = "(not yet reviewed by a cryptographer)"
+"""Ends each event about a secure sum."""
+
 
 def shorten(text: str, longest: int = LONGEST) -> str:
     """Returns the text, truncated to at most `longest` characters with an ellipsis at the end."""

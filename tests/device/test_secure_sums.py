@@ -230,6 +230,7 @@ def test_a_missing_box_leaves_its_sender_out(tmp_path):
     result = fleet.sum(up=spoil)
     assert "device-1" not in result.devices
     assert fleet.cohort.kinds == ["wrong-share"]
+    assert fleet.cohort.events[0].text.endswith("left out of the sum (not yet reviewed by a cryptographer)")
     assert np.array_equal(signed(fleet, result), fleet.plain_sum(result.devices))
 
 
@@ -549,6 +550,7 @@ def test_the_server_leaves_out_a_device_that_others_would_refuse(tmp_path, fault
     assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names[:4]))
     assert fleet.cohort.kinds == ["not-endorsed"]
     assert fleet.cohort.events[0].device == "device-4"
+    assert fleet.cohort.events[0].text.endswith("left out of the sum (not yet reviewed by a cryptographer)")
     assert not fleet.refused
     assert not releases(tmp_path / "device-4")
 
@@ -643,7 +645,9 @@ def test_both_kinds_of_share_are_never_given(tmp_path, keys):
         assert fleet.frozen(name) is None
         with pytest.raises(SumRefusedError, match="no open sum"):
             fleet.answer(name, UNMASK, {"session": message})
-    assert [event.kind for event in fleet.events].count("secure-conflict") == 4
+    conflicts = [event.text for event in fleet.events if event.kind == "secure-conflict"]
+    text = "this sum was answered with another list (secure sums are not yet reviewed by a cryptographer)"
+    assert conflicts == [f"round 1, step 'secure_unmask': {text}"] * 4
     assert not fleet.opened(result.sid)
 
 

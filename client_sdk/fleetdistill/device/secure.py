@@ -38,6 +38,7 @@ FORGET_AFTER_SECONDS = 7 * 86_400.0
 """A sum that has not ended by then is forgotten: its root and its input are erased."""
 _MAX_CLIPPED = 0.01
 """Largest share of a device's numbers that may be clipped without an event."""
+_UNREVIEWED = "secure sums are not yet reviewed by a cryptographer"
 _NONCE_BYTES = _DIGEST_BYTES = 32
 _KEYS = ("unsigned", "certificates", "roster")
 """Who may vouch for keys, each protecting against more than the one before."""
@@ -437,7 +438,8 @@ class SecureSums:
             if steps.digests[step][0] != asked:
                 self._sessions.end(session, "conflict")
                 text = "this sum was answered with another list"
-                self._events.emit("secure-conflict", session.round, f"round {session.round}, step {step!r}: {text}")
+                where = f"round {session.round}, step {step!r}"
+                self._events.emit("secure-conflict", session.round, f"{where}: {text} ({_UNREVIEWED})")
                 raise SumRefusedError(text)
             return
         order = [name for name in STEPS if signed or name != CHECK]

@@ -256,6 +256,25 @@ def test_whose_boxes_do_not_open_is_out_of_the_next_sum(step):
     assert set(members_of(again)) == set("abcdefg"), "of one sum only: the device that named it may lie, too"
 
 
+def test_every_event_about_a_sum_says_that_it_is_not_reviewed():
+    kinds = {"secure-sum", "secure-sum-failed", "waiting-for-batch", "wrong-share", "implausible-sum"}
+    server, fleet = make_server(min_in_sum=3, epsilon=20.0), devices("abcdefgh", min_in_sum=3, epsilon=20.0)
+    spoiling = Spoiling(fleet)
+    spoiling.spoils = (SHARES, "c")
+    with pytest.raises(QuorumNotReached):
+        asyncio.run(server.round(spoiling))
+    cohorts = [spoiling, *play(server, {name: fleet[name] for name in "abcd"}, number=2)]
+    cohorts += play(server, {name: fleet[name] for name in "abcde"}, completed=1)
+    cohorts += play(server, fleet, completed=2, silent=[(INPUT, "f"), (INPUT, "g")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sum_server, "why_implausible", lambda sums, parameters: "a class has -1000 rows")
+        cohorts += play(server, fleet, number=9)
+    server.forget("a", cohorts[0])
+    events = [event for cohort in cohorts for event in cohort.events if event.kind != "other-dimensions"]
+    assert {event.kind for event in events} == {*kinds, "batch-forgotten"}
+    assert all(event.text.endswith(" (not yet reviewed by a cryptographer)") for event in events)
+
+
 class Accusing(FakeCohort):
     """A cohort in which two devices decline the masked input with reasons that fit no other device of the sum."""
 
@@ -335,6 +354,7 @@ def test_devices_that_gave_shares_of_no_sum_stay_out():
     with pytest.raises(QuorumNotReached):
         asyncio.run(server.round(cohort))
     text = "1 new device must wait for a sum of at least 3; 3 devices more can be in no further sum of this run"
+    text += " (not yet reviewed by a cryptographer)"
     assert [event.text for event in cohort.events] == [text]
     (cohort,) = play(server, fleet, number=8)  # after the pause of those who did not answer
     assert {item.device for item in cohort.asked if item.step == KEYS} == set("defgh")

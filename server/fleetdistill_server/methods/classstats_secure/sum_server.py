@@ -42,12 +42,13 @@ from fleetdistill_server.methods.classstats.server import ClassStatsServer
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes, PayloadFor
 from fleetdistill_server.methods.secure.secure_sum import SecureSum, SumSession
 from fleetdistill_server.methods.traffic import Exchange, Sizes
-from fleetdistill_server.texts import counted
+from fleetdistill_server.texts import UNREVIEWED, counted
 
 DEVICES_IN_TABLE = 10
 """Devices of a sum for which tables show bytes."""
 CERTIFICATE_IN_TABLE = 400
 """Bytes of a device's certificate for which tables show bytes."""
+_WHY = "The events late and declined of this round say why"
 _KEYS = {
     UNSIGNED: SecureMessage.schema("keys", (KEYS_BYTES,)),
     CERTIFICATES: SecureMessage.schema("keys", (SIGNED_KEYS_BYTES + CERTIFICATE_IN_TABLE,), most=MAX_KEYS_BYTES),
@@ -136,12 +137,12 @@ class SumServer(ClassStatsServer):
                 if len(group) < needed and (spent or (group and self._parts)):
                     text = f"{counted(len(group), 'new device')} must wait for a sum of at least {needed}"
                     lost = f"; {counted(spent, 'device')} more can be in no further sum of this run" if spent else ""
-                    cohort.event("waiting-for-batch", f"{text}{lost}", once=True)
+                    cohort.event("waiting-for-batch", f"{text}{lost} {UNREVIEWED}", once=True)
                 elif group:
                     text = f"no sum of {len(group)} devices{which}: {error}"
                     text += "; nothing of them is known" if isinstance(error, QuorumNotReached) else ""
                     text += f"; {counted(spent, 'device')} can be in no further sum of this run" if spent else ""
-                    cohort.event(SECURE_SUM_FAILED, f"{text}. The events late and declined of this round say why")
+                    cohort.event(SECURE_SUM_FAILED, f"{text}. {_WHY} {UNREVIEWED}")
         if failure is not None and not self._parts:
             raise failure
         if is_new:
@@ -157,7 +158,7 @@ class SumServer(ClassStatsServer):
         if others:
             for device in sorted(self._blamed.intersection(devices)):
                 text = f"another device could not use what {device} sent in the last sum, and this one is without it"
-                cohort.event("wrong-share", text, device)
+                cohort.event("wrong-share", f"{text} {UNREVIEWED}", device)
             self._blamed = set()
         return others
 
@@ -209,13 +210,14 @@ class SumServer(ClassStatsServer):
     def _take(self, result: SecureSum, made: SumFigures, parameters: Parameters, notes: Notes, which: str) -> None:
         """Adds a sum to the parts of the merge. Raises SecureSumError if it cannot be one."""
         for device in result.wrong_shares:
-            notes.event("wrong-share", f"{device} gave a wrong share of a secret; the sum is right without it", device)
+            text = f"{device} gave a wrong share of a secret; the sum is right without it {UNREVIEWED}"
+            notes.event("wrong-share", text, device)
         sums = decode(lift(result.total, parameters.width), parameters)
         if reason := why_implausible(sums, parameters):
             text = (
                 f"{reason}; the sum is thrown away, and with it {len(result.devices)} devices, {self.after_forgetting}"
             )
-            notes.event("implausible-sum", text)
+            notes.event("implausible-sum", f"{text} {UNREVIEWED}")
             raise SecureSumError(reason)
         devices, name = len(result.devices), f"sum {result.sid.hex()[:16]}"
         self._parts[name], self._made[name] = (self.part_of(sums, parameters, devices), ""), parameters
@@ -223,7 +225,7 @@ class SumServer(ClassStatsServer):
         text = f"the sum of {devices} devices{which} is made in {made.seconds:.1f} s, without knowing one device's part"
         text += f"; {made.shares} of them gave shares, {made.threshold} were needed"
         lost = f"; dropped out: {made.dropped_text}" if made.dropped else ""
-        notes.event(SECURE_SUM, f"{text}{lost} (not yet reviewed by a cryptographer)")
+        notes.event(SECURE_SUM, f"{text}{lost} {UNREVIEWED}")
 
     def _authorities(self) -> bytes:
         """Returns the accepted CAs' certificates of now, if the devices' certificates vouch for their keys."""
@@ -283,7 +285,7 @@ class SumServer(ClassStatsServer):
         self._free(others)
         del self._parts[name]
         text = f"the sum with {device} is removed, and with it {len(others)} other devices, {self.after_forgetting}"
-        notes.event("batch-forgotten", text, device)
+        notes.event("batch-forgotten", f"{text} {UNREVIEWED}", device)
         self.merge_parts(notes)
 
     def _free(self, devices: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from fleetdistill_server.methods.classstats.refining import RefiningServer
 from fleetdistill_server.methods.classstats_secure.sum_server import SumServer
 from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.traffic import Sizes
-from fleetdistill_server.texts import counted
+from fleetdistill_server.texts import UNREVIEWED, counted
 
 
 class ClassStatsSummedServer(RefiningServer, SumServer):
@@ -102,7 +102,7 @@ class ClassStatsSummedServer(RefiningServer, SumServer):
             if missing:
                 text = f"{missing[0]} and {len(missing) - 1} more" if len(missing) > 1 else missing[0]
                 text = f"{text} did not answer, so nothing is known of the gradient of this sum's devices"
-                cohort.event("gradient-left-out", f"{name}: {text}")
+                cohort.event("gradient-left-out", f"{name}: {text} {UNREVIEWED}")
                 continue
             width = self._made[name].width
             total = reduce(np.sum(masked[name], axis=0, dtype=np.uint64), width)

@@ -29,7 +29,7 @@ from fleetdistill.secure.session import (
 from fleetdistill_server.figures import SumFigures
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, PayloadFor
 from fleetdistill_server.methods.secure.unmasking import unmask
-from fleetdistill_server.texts import counted
+from fleetdistill_server.texts import UNREVIEWED, counted
 
 _SIGNED_ENTRY = 196
 
@@ -171,7 +171,8 @@ class SumSession:
         for device, reason in reasons.items():
             if reason:
                 del keys[device]
-                self._cohort.event("not-endorsed", f"{device}: {reason}; it is left out of the sum", device)
+                text = f"{device}: {reason}; it is left out of the sum {UNREVIEWED}"
+                self._cohort.event("not-endorsed", text, device)
         self._check_enough(KEYS, len(keys), self._parameters.least)
         ids = sorted(keys, key=str.encode)
         try:
@@ -220,7 +221,7 @@ class SumSession:
                 text = (
                     f"{answer.device} sent {len(rows)} boxes for {len(receivers)} devices, and is left out of the sum"
                 )
-                self._cohort.event("wrong-share", text, answer.device)
+                self._cohort.event("wrong-share", f"{text} {UNREVIEWED}", answer.device)
         self._check_enough(SHARES, len(result), max(self._parameters.least, self._threshold(roster)))
         return result
 
@@ -272,7 +273,7 @@ class SumSession:
                 result[index] = {other: row.tobytes() for other, row in zip(owners, rows, strict=True)}
             else:
                 text = f"{answer.device} sent {len(rows)} shares of {len(owners)} devices, which are not used"
-                self._cohort.event("wrong-share", text, answer.device)
+                self._cohort.event("wrong-share", f"{text} {UNREVIEWED}", answer.device)
         self._check_enough(UNMASK, len(result), self._threshold(roster))
         return result
 
