@@ -5,6 +5,7 @@ asks for gradients in between. Of each device it must not get
 
 - both kinds of share of one device from one holder in a sum, nor enough of both kinds,
 - without noise, its masked statistics in a second sum once it may be in a first,
+- with noise, its masked statistics in a sum that is not in its privacy ledger, or of which two share one entry,
 - more gradients than the run says, or any before it has given its shares.
 """
 
@@ -24,6 +25,7 @@ from fleetdistill.errors import CannotAnswer, WireError
 from fleetdistill.knowledge import SecureEntry, SecureMessage
 from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK
 from fleetdistill.secure.session import Roster, pack_members, session_id, session_threshold
+from fleetdistill.state.privacy_ledger import PrivacyLedger
 
 ROUNDS = NONCES = 2
 ASTRAY, CHANGE = 0.15, 0.02
@@ -57,7 +59,7 @@ class Adversary:
     """Asks at random, and keeps what it hears.
 
     Args:
-        fleet: Devices in sums without noise, with two gradients.
+        fleet: Devices in sums, with two gradients if they are without noise.
         rng: Of what is asked.
 
     Attributes:
@@ -70,7 +72,9 @@ class Adversary:
         self._sums = {(number, nonce): Heard() for number in range(1, ROUNDS + 1) for nonce in range(NONCES)}
         self._lists: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # what a device was last asked with, by step
         self._gradients: dict[str, set[int]] = defaultdict(set)
-        self._order = [KEYS, SHARES, INPUT, *([CHECK] if fleet.config.signs_keys else []), UNMASK, "refine"]
+        self._has_noise = fleet.config.guarantee is not None
+        last = [] if self._has_noise else ["refine"]
+        self._order = [KEYS, SHARES, INPUT, *([CHECK] if fleet.config.signs_keys else []), UNMASK, *last]
         self._asked: Counter[tuple[tuple[int, int], str]] = Counter()
         self._done: dict[tuple[tuple[int, int], str], set[str]] = defaultdict(set)
         self._current = (1, 0)
@@ -137,9 +141,20 @@ class Adversary:
         self._answer(which, name, INPUT, SecureMessage(members=members, boxes=boxes))
         heard.inputs.add(name)
         self._lists[INPUT, which, name] = (names, senders)
+        if self._has_noise:
+            self._check_ledger(which, name)
+            return
         for other, one in self._sums.items():
             if other != which and name in (one.inputs if self._fleet.config.signs_keys else one.shared):
                 self.wrong.append(f"{name} may be in two sums, {other} and {which}")
+
+    def _check_ledger(self, which: tuple[int, int], name: str) -> None:
+        releases = PrivacyLedger(self._fleet.files(name)).releases
+        sent = [other for other, one in self._sums.items() if name in one.inputs]
+        if sorted(release.sum for release in releases) != sorted(self._sid(other).hex() for other in sent):
+            self.wrong.append(f"{name} has sent to {sent}, and has {len(releases)} releases in its ledger")
+        if {release.mu for release in releases} - {self._fleet.config.guarantee.mu}:
+            self.wrong.append(f"{name} has charged another sum than {which}")
 
     def _secure_check(self, which: tuple[int, int], heard: Heard, name: str) -> None:
         names, senders = self._lists.get((INPUT, which, name), ((), ()))
@@ -186,10 +201,11 @@ class Adversary:
 
     def _roster(self, which: tuple[int, int], heard: Heard, names: Sequence[str]) -> Roster:
         size = 196 if self._fleet.config.signs_keys else 100
-        digest = self._fleet.digest()
+        return Roster(self._sid(which), tuple(names), tuple(heard.keys[one][:size] for one in names))
+
+    def _sid(self, which: tuple[int, int]) -> bytes:
         nonce, block = bytes([which[1]]) * 32, self._fleet.parameters().pack()
-        sid = session_id("sums", which[0], 1, nonce, digest, block)
-        return Roster(sid, tuple(names), tuple(heard.keys[one][:size] for one in names))
+        return session_id("sums", which[0], 1, nonce, self._fleet.digest(), block)
 
 
 def play(fleet: SecureFleet, seed: int, asks: int) -> Adversary:

@@ -9,6 +9,7 @@ from chaos.secure_orders import play
 from support.secure_fleet import SecureFleet
 
 from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK
+from fleetdistill.state.privacy_ledger import PrivacyBudget, PrivacyLedger, Release
 from fleetdistill.state.secure_sessions import Steps
 
 
@@ -27,6 +28,38 @@ def test_no_order_of_asks_gets_too_much(tmp_path, keys, fleets, asks):
         }
     asked = {KEYS, SHARES, INPUT, UNMASK, "refine"} | ({CHECK} if keys == "roster" else set())
     assert asked <= answered.keys(), answered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", ["unsigned", "roster"])
+@pytest.mark.parametrize("epsilon", [5.0, 20.0])
+@pytest.mark.parametrize(("fleets", "asks"), [(5, 250), pytest.param(25, 250, marks=pytest.mark.long)])
+def test_no_order_of_asks_gets_past_the_ledger(tmp_path, keys, epsilon, fleets, asks):
+    """With noise and a budget of one sum, or of some: each sum that a device has sent to is in its ledger, once."""
+    answered, releases = set[str](), set[int]()
+    for seed in range(fleets):
+        budget = PrivacyBudget(epsilon, 1e-5)
+        fleet = SecureFleet(tmp_path / str(seed), 4, keys=keys, min_in_sum=3, budget=budget)
+        adversary = play(fleet, seed, asks)
+        assert not adversary.wrong
+        answered |= adversary.answered.keys()
+        ledgers = [PrivacyLedger(fleet.files(name)) for name in fleet.names]
+        assert all(ledger.spent(1e-5) <= epsilon * (1 + 1e-6) for ledger in ledgers)
+        releases |= {len(ledger.releases) for ledger in ledgers}
+    assert {KEYS, SHARES, INPUT, UNMASK} | ({CHECK} if keys == "roster" else set()) <= answered
+    assert max(releases) == 1 if epsilon == 5.0 else max(releases) > 1
+
+
+def test_a_device_that_charges_another_sum_is_found(tmp_path, monkeypatch):
+    record = PrivacyLedger.record
+
+    def misname(ledger: PrivacyLedger, **entry: Any) -> Release:
+        return record(ledger, **{**entry, "sum": "00" * 32})
+
+    monkeypatch.setattr(PrivacyLedger, "record", misname)
+    adversary = play(SecureFleet(tmp_path, 4, min_in_sum=3), 0, 60)
+    assert adversary.answered[INPUT]
+    assert "and has 1 releases in its ledger" in adversary.wrong[0]
 
 
 @pytest.mark.slow

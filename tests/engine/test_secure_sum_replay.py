@@ -258,6 +258,10 @@ def test_the_engine_reads_whose_boxes_did_not_open(tmp_path: Path, monkeypatch: 
     names = sorted(spec.name for spec in fleet.specs)
     assert sorted(state["members"]) == [names[0], *names[2:]]
     assert {event.device for event in fleet.store.history.events(RUN, "wrong-share")} == {names[1]}
+    declined = fleet.store.history.events(RUN, "declined")
+    assert sorted(event.device for event in declined) == [names[0], *names[2:]]
+    says = f"step 'secure_input': what device {names[1]!r} sent in this sum cannot be used: "
+    assert all(event.text.startswith(says) for event in declined)
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""kill -9 of front, engine and device at every failpoint of a secure sum with a refined head: the sum is right."""
+"""kill -9 of front, engine and device at every failpoint of a secure sum: the sum is right, and is charged.
+
+One run has no noise and a refined head, the other noise and keys that certificates vouch for.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,29 @@ import numpy as np
 import pytest
 from support.fleets import assert_no_upload_lost
 from support.small_run import FRAGILE, SmallRun, small_run, store_of
-from support.summing_run import CLASSES, DIMENSIONS, SUMS, rows_of
+from support.summing_run import CLASSES, DIMENSIONS, PRIVATE_SUMS, SUMS, rows_of
 
+from fleetdistill.methods.classstats_private.sums import to_wire
 from fleetdistill.methods.classstats_secure.encoding import decode, limited_numbers, rows_on_grid
+from fleetdistill.methods.classstats_secure.exchange import INPUT
+from fleetdistill.secure.primitives import from_bytes, lift, reduce
 from fleetdistill.state.failpoints import FAILPOINTS
+from fleetdistill.state.files import Files
+from fleetdistill.state.privacy_ledger import PrivacyLedger
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.config.run_config import load_run_config
 
+LATER = ["device.privacy.after-record", "device.secure.after-step", "device.secure.after-end"]
+LATER += ["device.outbox.", "device.upload."]
 WHO = {
     "front": ["blob.", "front."],
     "engine": [f"engine.{name}." for name in ("contract", "start", "asks", "answer", "checkpoint", "close")],
     FRAGILE: [f"device.{name}." for name in ("identity", "check-in", "secure", "outbox", "upload")],
 }
 """Which points a process hits in such a run, in the order in which it comes by."""
+WITH_NOISE = {**WHO, FRAGILE: [*WHO[FRAGILE][:2], "device.secure.before", "device.secure.after-freeze", *LATER]}
+"""With noise, the device comes by the ledger, too: in the third step."""
 
 
 def points_of(prefixes: Sequence[str]) -> list[str]:
@@ -63,3 +75,50 @@ def test_kills_at_every_point_of_a_sum(process: str, tmp_path: Path) -> None:
         run.finish()
         assert process == "nobody" or points[: run.kills(process)] == points
         assert_right(run)
+
+
+def assert_charged(run: SmallRun) -> None:
+    """The run has one sum, of what the devices had frozen, and each device has charged each sum that it sent to.
+
+    No masked input is without its entry in the ledger, no two sums share one, and a sum has one input of a device.
+    """
+    with store_of(run.place) as store:
+        assert_no_upload_lost(store)
+        row = store.runs.existing(RUN)
+        assert row.status == "finished"
+        uploads = [item for item in store.asks.uploads(RUN) if item.step == INPUT]
+        state: Any = unpack_state(store.blobs.get_state(row.checkpoint))
+    ((name, (part, _)),) = state["parts"].items()
+    config = load_run_config(run.place.config).method_config()
+    frozen: dict[tuple[str, str], bytes] = {}
+    for file in run.place.work.glob("*.frozen"):
+        device, sid, *_ = file.name.split(".")
+        assert frozen.setdefault((device, sid), file.read_bytes()) == file.read_bytes()
+    charged = {device: PrivacyLedger(Files(run.place.work / device)).releases for device in PRIVATE_SUMS.devices}
+    for device, releases in charged.items():
+        assert len({release.sum for release in releases}) == len(releases)
+        assert {(device, release.sum) for release in releases} <= frozen.keys()
+        assert {item.round for item in uploads if item.device == device} <= {release.round for release in releases}
+        assert {release.mu for release in releases} == {config.guarantee.mu}
+        assert any(f"sum {release.sum[:16]}" == name for release in releases)
+    assert len({item.ask for item in uploads}) == len({(item.device, item.sha256) for item in uploads})
+    parameters = config.parameters_for(3, CLASSES, DIMENSIONS)
+    inputs = [
+        from_bytes(numbers, parameters.width) for (_, sid), numbers in frozen.items() if f"sum {sid[:16]}" == name
+    ]
+    assert len(inputs) == len(state["members"]) == len(PRIVATE_SUMS.devices)
+    total = lift(reduce(np.sum(inputs, axis=0, dtype=np.uint64), parameters.width), parameters.width)
+    expected = to_wire(decode(total, parameters), part["mu"], discrete=True)
+    for field in ("counts", "sums", "second_moment"):
+        assert np.array_equal(part[field].numpy(), getattr(expected, field))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["nobody", *WHO])
+def test_kills_at_every_point_of_a_private_sum(process: str, tmp_path: Path) -> None:
+    points = points_of(WITH_NOISE.get(process, ()))
+    deaths = {process: [f"{point}=kill" for point in points]}
+    with small_run(tmp_path / "run", deaths, scenario=PRIVATE_SUMS) as run:
+        run.finish()
+        assert process == "nobody" or points[: run.kills(process)] == points
+        assert_charged(run)

@@ -131,11 +131,17 @@ class Scenario:
         config: run.toml; its last section is [server].
         devices: Ids of the devices.
         worker: Computes for a device, by its id and the contract.
+        prepare: Puts into the run's folder what the processes need, and returns further settings of [server].
+        options: Of the devices.
+        watch: Called in a device's process at each event, with the run's folder and the device's id.
     """
 
     config: str
     devices: Sequence[str]
     worker: Callable[[str, contract_pb2.Contract], Compute]
+    prepare: Callable[[Path], Mapping[str, str]] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    watch: Callable[[Path, str], None] | None = None
 
 
 PARROTS = Scenario(config=_CONFIG, devices=DEVICES, worker=ParrotWorker)
@@ -189,8 +195,10 @@ def _engine(points: str, place: Place) -> None:
     sys.exit(main())
 
 
-def _device(points: str, place: Place, name: str, worker: Callable[[str, contract_pb2.Contract], Compute]) -> None:
+def _device(points: str, place: Place, name: str, scenario: Scenario) -> None:
     def note(event: Event) -> None:
+        if scenario.watch is not None:
+            scenario.watch(place.work, name)
         if "receipt" in event.values:
             with place.receipts(name).open("a") as file:
                 file.write(event.values["receipt"] + "\n")
@@ -200,7 +208,7 @@ def _device(points: str, place: Place, name: str, worker: Callable[[str, contrac
     provider = app_provider(dict(place.environment))
     device = open_device(
         server=f"127.0.0.1:{place.port}",
-        worker=partial(worker, name),
+        worker=partial(scenario.worker, name),
         state_dir=place.work / name,
         run=RUN,
         device_id=name,
@@ -208,6 +216,7 @@ def _device(points: str, place: Place, name: str, worker: Callable[[str, contrac
         export="never",
         on_event=note,
         tracer_provider=provider,
+        **scenario.options,
     )
     with device:
         device.run()
@@ -270,6 +279,7 @@ def small_run(
     place = Place(work, _free_port(), location or Location(), tuple(variables.items()))
     set_location(place.store, place.location)
     server = {"store": str(place.store), **asdict(place.location), "traces": "otlp" if traced else "off"}
+    server |= scenario.prepare(work) if scenario.prepare is not None else {}
     place.config.write_text(
         scenario.config + "".join(f"{name} = {json.dumps(value)}\n" for name, value in server.items())
     )
@@ -279,7 +289,7 @@ def small_run(
     targets: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
         "front": (_front, (place,)),
         "engine": (_engine, (place,)),
-        **{name: (_device, (place, name, scenario.worker)) for name in scenario.devices},
+        **{name: (_device, (place, name, scenario)) for name in scenario.devices},
     }
     with ExitStack() as stack:
         processes = {name: Forked(target, *arguments) for name, (target, arguments) in targets.items()}

@@ -1,25 +1,34 @@
-"""A small run with secure sums and a refined head: three devices without torch, whose rows nobody has to extract."""
+"""Small runs with secure sums: three devices without torch, whose rows nobody has to extract.
+
+One is without noise, with a refined head; the other has noise, and certificates vouch for the keys.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.secured import device_credentials, make_pki, save_credentials
 from support.small_run import Scenario
 
+from fleetdistill import SecureTerms
 from fleetdistill.compute import Compute, Computed
 from fleetdistill.knowledge import Array, Kind
 from fleetdistill.methods import config_of_contract
 from fleetdistill.methods.base import Ask
 from fleetdistill.methods.classstats.exchange import REFINE
-from fleetdistill.methods.classstats_secure.exchange import STEPS, SummedStatistics
+from fleetdistill.methods.classstats_secure.exchange import STEPS, MaskedStatistics, SecureStatistics, SummedStatistics
 from fleetdistill.replacement import Replacement
+from fleetdistill.state.files import Files
+from fleetdistill.state.secure_sessions import SecureSessions
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_lab.simulation.spec.plan import RUN
 
+DEVICES = ("d0", "d1", "d2")
 DIMENSIONS, CLASSES, ROWS = 8, 4, 120
 CONFIG = f"""
 [run]
@@ -39,6 +48,9 @@ refine_steps = 2
 torch_device = "cpu"
 compression = "none"
 """
+PRIVATE_CONFIG = CONFIG.replace("classstats_summed", "classstats_secure").replace(
+    'refine = "gradients"\nrefine_steps = 2', 'epsilon = 20.0\nkeys = "certificates"'
+)
 
 
 def rows_of(name: str) -> tuple[Array, Array]:
@@ -55,9 +67,10 @@ class SummingWorker(Compute):
         self._name = name
 
     @cached_property
-    def _statistics(self) -> SummedStatistics:
+    def _statistics(self) -> MaskedStatistics:
         rows, labels = rows_of(self._name)
-        return SummedStatistics(config_of_contract(self.contract), lambda: rows, labels, CLASSES)
+        made = SecureStatistics if self.contract.method == "classstats_secure" else SummedStatistics
+        return made(config_of_contract(self.contract), lambda: rows, labels, CLASSES)
 
     def profile(self, allow: Sequence[str]) -> contract_pb2.DeviceProfile:
         return contract_pb2.DeviceProfile(
@@ -90,6 +103,7 @@ class SummingWorker(Compute):
         if ask.step in STEPS:
             return Computed(self._statistics.send(ask.step), b"{}")
         if ask.step == REFINE:
+            assert isinstance(self._statistics, SummedStatistics)
             return Computed(self._statistics.refine(asked), b"{}")
         return Computed(self._statistics.learn(asked), b"{}", Replacement(replaced=True), b"{}")
 
@@ -103,4 +117,30 @@ class SummingWorker(Compute):
         raise AssertionError("this worker has no model")
 
 
-SUMS = Scenario(config=CONFIG, devices=("d0", "d1", "d2"), worker=SummingWorker)
+def with_certificates(work: Path) -> Mapping[str, str]:
+    """A CA, and what each device has after enrolment."""
+    authority = make_pki(work / "pki")
+    for name in DEVICES:
+        save_credentials(work / name, device_credentials(authority, name))
+    return {"pki": str(work / "pki"), "enrol_listen": "127.0.0.1:0"}
+
+
+def note_frozen(work: Path, name: str) -> None:
+    """Writes down the input of the device's open sum, one file for each that it ever had."""
+    session = SecureSessions(Files(work / name)).open()
+    if session is not None:
+        (work / f"{name}.{session.sid.hex()}.{sha256(session.numbers).hexdigest()}.frozen").write_bytes(session.numbers)
+
+
+SUMS = Scenario(config=CONFIG, devices=DEVICES, worker=SummingWorker)
+PRIVATE_SUMS = Scenario(
+    config=PRIVATE_CONFIG,
+    devices=DEVICES,
+    worker=SummingWorker,
+    prepare=with_certificates,
+    options={
+        "secure": SecureTerms(min_devices=3, keys="certificates"),
+        "privacy": (100.0, 1e-5),  # of more sums than there are
+    },
+    watch=note_frozen,
+)
