@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from device.waiting import WaitingLink
@@ -53,6 +54,33 @@ def test_devices_run_side_by_side_and_call_app_on_its_loop(tmp_path: Path) -> No
     assert [len(link.uploads) for link in links] == [2, 2]
     assert kinds.count("delivered") == 4
     assert threads == {threading.current_thread()}
+
+
+def test_members_answer_during_a_delivery(tmp_path: Path) -> None:
+    """The callback is awaited in the middle of the device's work: what reads answers, what works is refused."""
+    seen: list[int] = []
+
+    async def note(event: Event) -> None:
+        if event.kind != "delivered":
+            return
+        inputs = DATA[0][:3]
+        with torch.no_grad():
+            expected = (await device.model())(torch.from_numpy(inputs)).numpy()
+        np.testing.assert_allclose(await device.predict(inputs), expected, atol=1e-6)
+        assert (await device.models()).keys() == {"general"}
+        assert await device.roll_forward() == device.version
+        for refused in (device.preview, device.forget):
+            with pytest.raises(DeviceBusyError):
+                await refused()
+        seen.append(device.version)
+
+    async def app() -> None:
+        async with device:
+            await device.run()
+
+    device = async_device(LyingLink(ask(), ask(round=2)), tmp_path, on_event=note)
+    asyncio.run(app())
+    assert seen == [1, 2]
 
 
 @pytest.mark.parametrize("waiting", [True, False], ids=["while it waits", "while it trains"])
