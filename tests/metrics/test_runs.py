@@ -37,6 +37,23 @@ def test_only_the_newest_runs_have_figures_of_their_own(tmp_path: Path) -> None:
     store.close()
 
 
+def test_the_last_round_has_each_accuracy_under_its_name(tmp_path: Path) -> None:
+    """The devices' mean is that of the last round, 0.5 of 0.9 and 0.1; the server's model has 0.8."""
+    store = Store.open(tmp_path)
+    store.runs.begin("digits", {"run": {"method": "feddkc", "rounds": 3}})
+    for right, globally in ((10, 0.3), (9, 0.8)):
+        number = store.runs.start_round("digits", ["a", "b"])
+        for device, sum_ in (("a", right), ("b", 10 - right)):
+            metric = knowledge.Metric(name="accuracy", split="test", sum=sum_, count=10)
+            store.history.add_figures("digits", number, device, knowledge.Metrics(metrics=[metric]))
+        store.runs.close_round("digits", number, b"", [], {"global_accuracy": globally})
+    collector = RunsCollector(tmp_path)
+    assert values(collector, "fleetdistill_last_round_accuracy_ratio") == {"digits": 0.5}
+    assert values(collector, "fleetdistill_last_round_global_accuracy_ratio") == {"digits": 0.8}
+    collector.close()
+    store.close()
+
+
 def test_a_run_that_tries_in_vain_says_since_when(tmp_path: Path) -> None:
     store, clock = Store.open(tmp_path), [100.0]
     store.database.now = lambda: clock[0]
