@@ -79,7 +79,12 @@ def test_roll_back_restores_previous_model_predictions_and_file(tmp_path: Path) 
             )
         with pytest.raises(StateError, match=r"no earlier version of the model; the device keeps 3 \(Deployment"):
             device.roll_back()
-    assert os.listdir(tmp_path / "versions") == ["deployed.json"]
+        assert sorted(os.listdir(tmp_path / "versions")) == ["3", "deployed.json"]
+        assert device.roll_forward() == 3, "the version that the app has returned from is the newest"
+        device.step(0)
+        assert_uses(device, 3, logits[2])
+        assert (events[-2].kind, events[-2].round, events[-2].values) == ("delivered", 13, {"version": 3})
+    assert sorted(os.listdir(tmp_path / "versions")) == ["1", "deployed.json"]
 
 
 @pytest.mark.parametrize("keep", [2, 4])
@@ -128,16 +133,16 @@ def test_after_roll_back_training_goes_on_with_a_new_number(tmp_path: Path) -> N
             if back:
                 device.roll_back()
                 device.step(0)
-                assert device.roll_forward() == 1
+                assert device.roll_forward() == 2
         kept.append(kinds(events))
         device, events = device_of(tmp_path / name, range(3, 4))
         with device:
             results.append(play(device, 1)[0])
             assert device.version == 3
-            assert device.roll_back() == (1 if back else 2)
+            assert device.roll_back() == 2
         kept[-1] += kinds(events)
     np.testing.assert_array_equal(results[0], results[1])
-    assert kept[1] == [("delivered", 1), ("delivered", 2), ("rolled-back", 1), ("delivered", 3)]
+    assert kept[1] == [*kept[0][:2], ("rolled-back", 1), ("delivered", 2), ("delivered", 3)]
 
 
 @pytest.mark.parametrize("restarting", [False, True])
@@ -216,10 +221,10 @@ def test_model_is_rolled_back_even_without_exported_file(tmp_path: Path) -> None
     exporting, _ = device_of(tmp_path, range(3, 4), export="round")
     with exporting:
         exporting.roll_forward()
-        logits = play(exporting, 1)
-        assert exporting.roll_back() == 1
+        play(exporting, 1)
+        assert exporting.roll_back() == 2
         exporting.step(0)
-        assert Predictor(tmp_path).version == 1, "exported now, because the kept version has no file"
+        assert Predictor(tmp_path).version == 2, "exported now, because the kept version has no file"
 
 
 def test_an_export_that_fails_in_a_roll_back_is_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,8 +296,10 @@ def test_a_device_that_must_not_work_rolls_back(tmp_path: Path) -> None:
         assert device.roll_back() == 1
         assert device.tick() is Step.WAITED
         assert_uses(device, 1, logits[0])
-        assert device.roll_forward() == 1
-    assert kinds(events)[-1] == ("rolled-back", 1)
+        assert device.roll_forward() == 2
+        assert device.tick() is Step.WAITED
+        assert_uses(device, 2, logits[1])
+    assert kinds(events)[-2:] == [("rolled-back", 1), ("delivered", 2)]
 
 
 def fail(*given: Any, **settings: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from device.sdk_fleet import Fleet, equal, make_device, weights
+from device.sdk_fleet import Fleet, equal, make_device, tiny_data, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.open_device import open_device
@@ -17,6 +17,7 @@ from support.private_fleet import PrivateFleet, RowsWorker
 from fleetdistill import Device, Event
 from fleetdistill.device import inspect
 from fleetdistill.errors import DamagedStateError, LinkError, StateError
+from fleetdistill.state.state_check import STATES
 from fleetdistill.testing import EventLog, FaultyLink, lost
 from fleetdistill_server.intake.memory_link import MemoryLink
 
@@ -128,6 +129,25 @@ def test_irreplaceable_state_stops_device_and_stays_in_place(made: Made, tmp_pat
         assert str(error).count(str(directory)) == 1
     assert any(str(directory / name) in text for text in inspect(directory).damage)
     assert (directory / name).read_bytes() == b"\xff" * 100
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_missing_state_is_no_untrained_model(made: Made, tmp_path: Path, name: str) -> None:
+    """A model was delivered, so its version would be that of a model that the app does not have."""
+    directory = made.copy(tmp_path / "state")
+    shutil.rmtree(directory / "outbox")
+    (directory / name).unlink()
+    inputs, _ = tiny_data()
+    with made.opened(directory, EventLog()) as device:
+        for call in (lambda: device.predict(inputs), lambda: device.model):
+            with pytest.raises(DamagedStateError, match=f"{name} is damaged: it is missing, and a model was delivered"):
+                call()
+        assert any(name in text for text in inspect(directory).damage)
+        assert device.forget() is True, "as the error advises"
+    with made.opened(directory, EventLog()) as device:
+        assert device.version == 0
+        device.step(0)
+        assert device.predict(inputs).shape == (len(inputs), 3)
 
 
 @pytest.mark.parametrize("name", CONTINUES)

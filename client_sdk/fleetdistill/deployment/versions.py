@@ -28,6 +28,7 @@ from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import make_directory, rename_durably, sync_directory
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import json_object, sealed_json
+from fleetdistill.state.state_check import STATES
 
 __all__ = ["Version", "Versions", "link_file"]
 
@@ -250,8 +251,20 @@ class Versions:
         Files(folder).save(_NOTE, _pack(version))
         self._prune()
 
+    def hold_in_use(self) -> None:
+        """Keeps the version in use as one that is not used, before a return to an earlier one; repeatable as `hold`."""
+        version = self.in_use()
+        if version is None:
+            return
+        folder = self._folder(version.number)
+        if version_of(self._load(folder)) is None:
+            self._keep_version_in_use()
+        kept = version_of(self._load(folder))
+        assert kept is not None
+        Files(folder).save(_NOTE, _pack(replace(kept, held=True)))
+
     def held(self) -> Version | None:
-        """Returns the newest delivery that was stored while a version was pinned, until `end_holding`; None without."""
+        """Returns the newest version that was stored while another one was pinned, until `end_holding`; None without."""
         in_use = self.in_use()
         first = 0 if in_use is None else in_use.number
         held = (item for item in self._kept() if item.held and item.number >= first)
@@ -309,6 +322,13 @@ class Versions:
 
 def _pack(version: Version) -> bytes:
     return sealed_json(vars(version))  # `asdict` would copy each value
+
+
+def missing_states(files: Files) -> dict[str, str]:
+    """Returns the state files that are missing although a model was delivered, with what is wrong."""
+    if all(version_of(files.load(name)) is None for name in (IN_USE, _COPY)):
+        return {}
+    return {name: "it is missing, and a model was delivered" for name in STATES if files.load(name) is None}
 
 
 @functools.lru_cache(maxsize=32)

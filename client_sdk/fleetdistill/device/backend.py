@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from fleetdistill.data.splits import Splits
 from fleetdistill.deployment.settings import Deployment
+from fleetdistill.deployment.versions import missing_states
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.errors import ConfigurationError, DamagedStateError, ModelError, StateError
 from fleetdistill.link.downloads import Downloads
@@ -205,6 +206,16 @@ class Backend:
             self._restore(compute, contract)
         return compute
 
+    def saved_state(self) -> bytes | None:
+        """Returns the content of `state.safetensors`; None before the first state.
+
+        Raises:
+            DamagedStateError: A file with the state is missing although a model was delivered.
+        """
+        if missing := missing_states(self._parts.storage):
+            raise self._damaged_state(missing)
+        return self._parts.storage.load(STATES[0])
+
     def stored(self, contract: contract_pb2.Contract, saved: bytes) -> Compute:
         """Returns a new compute backend with the app's models from the state directory, without data or the server.
 
@@ -227,7 +238,7 @@ class Backend:
 
     def _restore(self, compute: Compute, contract: contract_pb2.Contract) -> None:
         storage = self._parts.storage
-        saved = storage.load("state.safetensors")
+        saved = self.saved_state()
         if saved is not None:
             self._restore_saved(compute, saved)
             return
@@ -245,20 +256,17 @@ class Backend:
         try:
             compute.restore(saved, self._parts.storage.load("delivered.safetensors"))
         except StateError as error:
-            raise self._damaged_state(error) from error
+            damaged = damaged_states(self._parts.storage)  # nothing if the worker's format is unknown
+            reason = str(error).removeprefix("the saved state is damaged: ")
+            raise self._damaged_state(damaged or {STATES[0]: reason}) from error
 
-    def _damaged_state(self, error: StateError) -> DamagedStateError:
-        """Returns the error that names the damaged file; `state.safetensors` if the worker's format is unknown."""
-        storage = self._parts.storage
-        damaged = damaged_states(storage) or {STATES[0]: str(error).removeprefix("the saved state is damaged: ")}
+    def _damaged_state(self, damaged: Mapping[str, str]) -> DamagedStateError:
+        """Returns the error that names the first of the damaged files."""
         name, reason = next(iter(damaged.items()))
-        path = storage.directory / name
-        return DamagedStateError(
-            path,
-            f"{path} is damaged: {reason}. Restore it from a backup; or move {' and '.join(STATES)} away to start from "
-            "the run's initial weights",
-            reason,
-        )
+        directory = self._parts.storage.directory
+        text = f"{directory / name} is damaged: {reason}. Restore it from a backup"
+        anew = "or erase its directory with `fleetdistill device forget`, and begin as a new device with another id"
+        return DamagedStateError(directory / name, f"{text}; {anew}", reason)
 
     # --- payloads
 

@@ -325,7 +325,7 @@ class CheckIn:
             DamagedStateError: A file with the state is damaged.
             FleetDistillError: The contract is damaged or missing, and the server, which has it, cannot be asked.
         """
-        saved = self._storage.load("state.safetensors")
+        saved = self._backend.saved_state()
         if saved is None:
             return None
         contract = self._saved_contract()

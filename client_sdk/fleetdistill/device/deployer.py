@@ -336,6 +336,8 @@ class Deployer:
             if version is None or in_use is None:
                 return
             self._may_withdraw = False
+            if self.versions.is_pinned() and in_use.number != version.number:  # else a crash came after the roll-back
+                self.versions.hold_in_use()
             self.versions.roll_back(version)
             self._backend.forget_state()
             if self._deployment.export == "round" and not version.files:
@@ -352,7 +354,7 @@ class Deployer:
         with self._parts.lock.held():
             self.versions.use_held(version)
             self._backend.forget_state()
-            if self._deployment.export == "round":
+            if self._deployment.export == "round" and not version.files:
                 self.versions.mark_due()
         self._renew_predictions(version)
         text = f"the app's model is version {version.number}, delivered in round {version.round}"

@@ -470,9 +470,9 @@ class Device:
         """Returns to the previous version of the delivered model in the next turn, with the event `rolled-back`.
 
         That turn begins at once, also while the device must not work: this ends a wait for work, and the pause after a
-        turn. Replaces `model`, the model of `predict` and the ONNX files. The version in use is deleted. The app keeps
-        the earlier version until `roll_forward`, also after a restart: training continues from its own state, and later
-        deliveries are stored with their numbers, but not used (event `kept`). Thread-safe.
+        turn. Replaces `model`, the model of `predict` and the ONNX files. The app keeps the earlier version until
+        `roll_forward`, also after a restart: training continues from its own state, and later deliveries are stored
+        with their numbers, but not used (event `kept`). Thread-safe.
 
         Returns:
             Number of the version that the device returns to.
@@ -490,9 +490,9 @@ class Device:
     def roll_forward(self) -> int:
         """Ends the effect of `roll_back`: from the next turn on the app takes deliveries again.
 
-        A roll-back that no turn has carried out yet does not take place.
-        If there were deliveries in the meantime, the app's model becomes the newest of them, with the event
-        `delivered`. Without an earlier `roll_back` there is no effect. Thread-safe.
+        The app's model becomes the newest version that was delivered, also the one that `roll_back` replaced, with the
+        event `delivered`. A roll-back that no turn has carried out yet does not take place. Without an earlier
+        `roll_back` there is no effect. Thread-safe.
 
         Returns:
             Number of the version that the app uses from the next turn on; 0 before the first delivery.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fleetdistill.deployment.stamp import check_stamp
-from fleetdistill.deployment.versions import IN_USE, NO_VERSION, version_of
+from fleetdistill.deployment.versions import IN_USE, NO_VERSION, missing_states, version_of
 from fleetdistill.device.usage import PACE, USAGE
 from fleetdistill.errors import DamagedStateError, ModelError, StateError
 from fleetdistill.link.credentials import is_enrolled
@@ -113,7 +113,8 @@ class _Reader:
                 part()
             except StateError as error:
                 self._found.damage.append(str(error))
-        for name, reason in (damaged_states(self._files) | self._damaged_model() | self._damaged_notes()).items():
+        states = damaged_states(self._files) | missing_states(self._files)
+        for name, reason in (states | self._damaged_model() | self._damaged_notes()).items():
             self._found.damage.append(f"{self._files.directory / name} is damaged: {reason}")
 
     def _identity(self) -> None:
