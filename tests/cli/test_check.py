@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from support.later_version import later_version, schema
 from support.processes import COMMAND
 from support.record_schema import make_store, recorded_config
+from support.secured import make_pki
 from torchvision import models
 from typer.testing import CliRunner
 
@@ -25,6 +28,7 @@ from fleetdistill_server.cli.app import app
 from fleetdistill_server.cli.serve_checks import check_new_run
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.config.section import as_toml
+from fleetdistill_server.security.pki import SERVER
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.store.store import Store
@@ -244,6 +248,35 @@ def test_more_space_to_keep_free_than_there_is_is_told(tmp_path: Path) -> None:
     code, said = check(write(tmp_path, server_keep_free_bytes=10**18))
     assert (code, len(said)) == (1, 1)
     assert said[0].startswith("error: [server] keep_free_bytes is 1000000000.00 GB, but ")
+
+
+def test_a_store_beyond_its_budget_is_told(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "file").write_bytes(bytes(2000))
+    code, said = check(write(tmp_path, server_disk_budget_bytes=1000))
+    assert (code, len(said)) == (1, 1)
+    assert said[0].startswith("error: [server] disk_budget_bytes is 1.0 kB, but the store has 2.0 kB, so every upload")
+
+
+@pytest.mark.parametrize("wrong", ["another CA", "expired", "later"])
+def test_a_certificate_with_which_nobody_can_connect_is_told(
+    tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = make_pki(tmp_path / "pki")
+    if wrong == "another CA":
+        make_pki(tmp_path / "other")
+        shutil.copy(tmp_path / "other" / SERVER, tmp_path / "pki" / SERVER)
+        text = f"{tmp_path / 'pki' / SERVER}: the certificate is from none of the trusted CAs; run `fleetdistill pki"
+    elif wrong == "expired":
+        authority.issue_server([], 1e-9)
+        text = "the certificate of the server has expired; renew it with `fleetdistill pki renew-server`"
+    else:
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now - 365 * 86_400)
+        text = "the certificate of the server is valid only from 20"
+    code, said = check(write(tmp_path, server_pki=str(tmp_path / "pki"), server_enrol_listen="127.0.0.1:0"))
+    assert (code, len(said)) == (1, 1)
+    assert said[0].startswith(f"error: {text}")
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,17 @@ def test_prune_says_what_it_frees(directory: Path) -> None:
     assert call("runs", "prune", RUN, "--keep-rounds", "2", *where) == (0, nothing)
 
 
+def test_the_database_shrinks_when_rows_are_deleted(directory: Path) -> None:
+    store = Store.open(directory)
+    for number in range(2000):
+        store.history.add_event(RUN, "late", f"{number} {'.' * 400}", number=1)
+    store.runs.set_status(RUN, RunStatus.FINISHED, "3 rounds completed")
+    store.close()
+    before = (directory / "store.sqlite").stat().st_size
+    assert call("runs", "prune", RUN, "--keep-rounds", "1", "--yes", "--store", str(directory))[0] == 0
+    assert (directory / "store.sqlite").stat().st_size < before / 2
+
+
 def test_prune_asks_before_it_deletes_anything(directory: Path) -> None:
     words = ["runs", "prune", RUN, "--keep-rounds", "1", "--store", str(directory)]
     refused = CliRunner().invoke(app, words, input="n\n")

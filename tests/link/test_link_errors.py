@@ -86,6 +86,9 @@ def test_a_server_of_another_ca_is_none_that_does_not_listen(tmp_path: Path) -> 
         def current(self) -> Credentials:
             return credentials
 
+        def enrol_again(self) -> bool:
+            return False
+
     with secured_front(tmp_path / "store", tmp_path / "ours") as front:
         credentials = device_credentials(theirs, "d")
         for _ in range(4):

@@ -62,6 +62,9 @@ class Kept:
         """These credentials."""
         return self.credentials
 
+    def enrol_again(self) -> bool:
+        return False
+
 
 class Fleet:
     """A server with TLS in a directory, whoever calls it, and the secrets of all of them.

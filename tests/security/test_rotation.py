@@ -184,6 +184,38 @@ def test_a_damaged_file_keeps_the_certificate_that_was_there(front: SecuredFront
     assert server_fingerprint(front) == before
 
 
+def test_a_device_of_a_forgotten_ca_returns_with_a_token(front: SecuredFront, store: Store, tmp_path: Path) -> None:
+    """As after a stolen key: its connection ends with the next call, and a new token helps, with the same key."""
+    server = f"127.0.0.1:{front.port}"
+    enrolment = enrolment_of(front, tmp_path / "state", make_token(store, front))
+    link = GrpcLink(server, enrolment)
+    enter(link)
+    rotate_authority(front.pki)
+    link.heartbeat(IDENTITY)
+    forget_old_authority(front.pki)
+    wait_until(lambda: "is of a CA that the server no longer accepts" in said(link), "the end of the connection")
+    link.close()
+    lost = GrpcLink(server, enrolment_of(front, tmp_path / "state", None))
+    wait_until(lambda: "it may not admit this device's certificate" in said(lost), "what may be wrong")
+    lost.close()
+    key = enrolment.current().key
+    again = enrolment_of(front, tmp_path / "state", make_token(store, front))
+    returned = GrpcLink(server, again)
+    wait_until(lambda: not said(returned), "the device to return")
+    returned.close()
+    assert again.current().key == key
+    assert again.current().authorities.count(b"BEGIN CERTIFICATE") == 1
+
+
+def said(link: GrpcLink) -> str:
+    """What a call of a device says; empty if it succeeds."""
+    try:
+        link.heartbeat(IDENTITY)
+    except LinkError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_ca_changes_without_a_call_that_fails(brief_front: SecuredFront, store: Store, tmp_path: Path) -> None:

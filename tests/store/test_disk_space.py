@@ -208,7 +208,7 @@ def test_the_floor_is_of_the_file_system(sender: Sender, tmp_path: Path) -> None
 # --- the engine
 
 
-def test_an_engine_waits_for_space_and_goes_on(tmp_path: Path) -> None:
+def test_an_engine_waits_for_space_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = tmp_path / "store"
     store = Store.open(directory)
     ballast = directory / "ballast"
@@ -241,6 +241,11 @@ def test_an_engine_waits_for_space_and_goes_on(tmp_path: Path) -> None:
     assert [row.status for row in store.runs.rounds(RUN)] == ["closed"] * 4
     (event,) = store.history.events(RUN, "no-space")
     assert event.text == "step 'train' cannot be sent to the devices until the disk has space"
+    lines = [record.getMessage() for record in caplog.records if "for disk space" in record.getMessage()]
+    assert [line.partition(":")[0] for line in lines] == [
+        "step 'train' waits for disk space",
+        "step 'train' no longer waits for disk space",
+    ]
     store.close()
 
 

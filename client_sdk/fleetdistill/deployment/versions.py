@@ -264,7 +264,7 @@ class Versions:
         Files(folder).save(_NOTE, _pack(replace(kept, held=True)))
 
     def held(self) -> Version | None:
-        """Returns the newest version that was stored while another one was pinned, until `end_holding`; None without."""
+        """Returns the newest version that was stored while another was pinned, until `end_holding`; None without."""
         in_use = self.in_use()
         first = 0 if in_use is None else in_use.number
         held = (item for item in self._kept() if item.held and item.number >= first)

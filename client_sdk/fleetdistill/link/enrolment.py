@@ -122,6 +122,7 @@ class Enrolment:
         self._device = device
         self._token = token
         self._lock = threading.Lock()
+        self._tried = False  # whether the server has decided about the token
         if not has_certificate(state_dir):
             self._read_token()  # an invalid token fails before a key is stored, which would require TLS from now on
         self._due = self._ends = 0.0
@@ -146,6 +147,28 @@ class Enrolment:
             elif now >= self._due:
                 self._renew()
             return self._credentials
+
+    def enrol_again(self) -> bool:
+        """Uses the token, unless this was tried, for a server that may not admit the certificate any more.
+
+        As after the end of a CA's rotation. The key stays. The token goes only to a server that its CA vouches for.
+
+        Returns:
+            Whether there is another certificate.
+        """
+        with self._lock:
+            if self._token is None or self._tried:
+                return False
+            before = self._credentials.chain
+            try:
+                self._enrol_with(self._read_token())
+            except LinkError:
+                return False
+            except (ConfigurationError, RefusedError, StateError, WireError) as error:
+                self._tried = True
+                logger.info("%s: the enrolment token was of no use: %s", self._device, error)
+                return False
+            return self._credentials.chain != before
 
     def _load(self) -> tuple[Credentials, bytes]:
         """Returns the stored credentials and a signing request for their key; makes the key of a new device."""
@@ -200,6 +223,7 @@ class Enrolment:
         host = self._server.rpartition(":")[0]
         roots = ssl.DER_cert_to_PEM_cert(token.ca).encode()
         self._save(self._call("Enrol", request, f"{host}:{token.port}", grpc.ssl_channel_credentials(roots)))
+        self._tried = True
         logger.info("%s: enrolled", self._device)
 
     def _renew(self) -> None:

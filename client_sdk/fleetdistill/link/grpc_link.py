@@ -82,6 +82,9 @@ class CredentialsSource(Protocol):
     def current(self) -> Credentials:
         """Returns valid credentials; repeated calls return the same object until the credentials change."""
 
+    def enrol_again(self) -> bool:
+        """Obtains other credentials for a server that may not admit the current ones; returns whether there are any."""
+
 
 class Connection:
     """An open channel to a server, which several links of one process may share if it is in plain text.
@@ -279,7 +282,7 @@ class GrpcLink:
             ConfigurationError: A call in plain text failed because the server requires TLS.
             LinkError: The server listens, but the TLS handshake of gRPC failed.
         """
-        if self._source is not None and _NOTHING_LISTENS not in str(error):
+        if self._source is not None and not isinstance(error, _NotAdmitted):
             return
         if time.monotonic() >= self._probe_at:
             self._probe_at = time.monotonic() + _PROBE_EVERY_SECONDS
@@ -291,10 +294,25 @@ class GrpcLink:
                 f"server {self._server} requires TLS: pass the operator's token from `fleetdistill enrol`, or a file "
                 "with the token, as Server(enrolment=...)"
             )
-        raise LinkError(
-            f"server {self._server} cannot be reached; it listens, but the TLS handshake failed: {_BAD_CERTIFICATE}, "
-            "or it does not admit this device's certificate"
-        ) from error
+        if self._source.enrol_again():
+            text = "does not admit this device's certificate any more; the device has enrolled again with its token"
+            raise LinkError(f"server {self._server} {text}") from error
+        if _NOTHING_LISTENS in str(error):
+            raise LinkError(
+                f"server {self._server} cannot be reached; it listens, but the TLS handshake failed: "
+                f"{_BAD_CERTIFICATE}, or it does not admit this device's certificate"
+            ) from error
+        if isinstance(error, _NotAdmitted) and not error.has_reason:
+            text = "cannot be reached, but accepts connections: it may not admit this device's certificate any more"
+            raise LinkError(f"server {self._server} {text}; if this goes on, pass a new enrolment token") from error
+
+
+class _NotAdmitted(LinkError):
+    """A server that cannot be reached, or whose CA has changed: it may not admit the device's certificate."""
+
+    def __init__(self, text: str, *, has_reason: bool) -> None:
+        super().__init__(text)
+        self.has_reason = has_reason
 
 
 @contextlib.contextmanager
@@ -334,7 +352,9 @@ def _translate(error: Any, server: str) -> FleetDistillError:
     details = error.details() or ""
     if error.code() == grpc.StatusCode.UNAVAILABLE:
         reason = next((text for pattern, text in _REASONS.items() if re.search(pattern, details)), "")
-        return LinkError(f"server {server} cannot be reached{reason and '; '}{reason}")
+        return _NotAdmitted(f"server {server} cannot be reached{reason and '; '}{reason}", has_reason=bool(reason))
+    if info is not None and info.reason == Code.EXPIRED:
+        return _NotAdmitted(f"server {server} refuses the call: {details}", has_reason=True)
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return LinkError(f"server {server} did not answer in time; check the network, and the server's log and load")
     if error.code() == grpc.StatusCode.UNIMPLEMENTED:

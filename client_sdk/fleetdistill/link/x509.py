@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -26,16 +26,26 @@ def signing_request(key: bytes) -> bytes:
 
 
 def check_fits(key: bytes, chain: bytes, authorities: bytes) -> None:
-    """Raises ValueError unless a PEM chain begins with the key's certificate and `authorities` has a certificate."""
+    """Raises ValueError unless a PEM chain begins with the key's certificate, which one of `authorities` has signed."""
     first, *_ = x509.load_pem_x509_certificates(chain)
     private = serialization.load_pem_private_key(key, None)
     if first.public_key() != private.public_key():
         raise ValueError("the certificate does not match the private key")
     try:
-        x509.load_pem_x509_certificates(authorities)
+        trusted = x509.load_pem_x509_certificates(authorities)
     except ValueError as error:
         raise ValueError(f"the trusted CA certificates cannot be read ({error})") from error
+    if not any(_is_signed_by(first, authority) for authority in trusted):
+        raise ValueError("the certificate is from none of the trusted CAs")
     life(chain)
+
+
+def _is_signed_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
 
 
 def life(chain: bytes) -> tuple[float, float]:

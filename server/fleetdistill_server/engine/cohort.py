@@ -249,17 +249,21 @@ class StoreCohort:
 
     async def _retry_until_written(self, step: str, write: Callable[[], bool]) -> None:
         """Calls `write` until it succeeds; while the disk is full, the step waits and the run stays open."""
+        waits, where = False, about(run=self._terms.run, round=self.round)
         while True:
             try:
                 if write():
-                    return
+                    break
                 continue
             except NoSpaceError as error:
                 with contextlib.suppress(NoSpaceError):  # the event itself needs space
                     self.event("no-space", f"step {step!r} cannot be sent to the devices until the disk has space")
-                where = about(run=self._terms.run, round=self.round)
-                logger.warning("step %r waits for disk space: %s", step, error, extra=where)
+                if not waits:
+                    logger.warning("step %r waits for disk space: %s", step, error, extra=where)
+                waits = True
             await self._waker.wait()
+        if waits:
+            logger.warning("step %r no longer waits for disk space", step, extra=where)
 
     def _write_asks(
         self, step: str, number: int, asked: Sequence[str], payload: PayloadFor, columns: ColumnsFor | None

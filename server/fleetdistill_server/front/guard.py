@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
+from cryptography import x509
 from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import FleetDistillError, RefusedError, StoreError
+from fleetdistill.link.credentials import AUTHORITIES
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.config.limits import Limits
+from fleetdistill_server.config.server_config import Tls
 from fleetdistill_server.front.errors import abort
 from fleetdistill_server.front.receiving import Receiver
 from fleetdistill_server.front.strangers import Strangers
@@ -92,6 +95,35 @@ def _refresh(snapshot: _Snapshot, ended: threading.Event) -> None:
                 away.fail(error)
 
 
+class AcceptedAuthorities:
+    """The CAs whose certificates are accepted now: a TLS connection outlives the end of a CA's rotation.
+
+    Args:
+        path: File with their certificates, in PEM.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp: tuple[int, int] | None = None
+        self._next_look = 0.0
+        self._names: set[str] = set()
+
+    def accept(self, name: str) -> bool:
+        """Returns whether a CA of this name is accepted; looks at the file once a second, and for a name that is new.
+
+        Each CA has a name of its own, and TLS has verified its signature. A file that cannot be read changes nothing.
+        """
+        if name not in self._names or time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _REFRESH_SECONDS
+            with contextlib.suppress(OSError, ValueError):
+                stat = self._path.stat()
+                if (stamp := (stat.st_mtime_ns, stat.st_ino)) != self._stamp:
+                    certificates = x509.load_pem_x509_certificates(self._path.read_bytes())
+                    self._names = {certificate.subject.rfc4514_string() for certificate in certificates}
+                    self._stamp = stamp
+        return name in self._names
+
+
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no annotations
     """Checks every call against `CALLS`, the certificate's expiry and the revocations.
 
@@ -103,6 +135,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         tls: Whether the server uses TLS. In plain text, the request's device id identifies the caller; the device API
             verifies the device's secret.
         limits: Limits on reading requests and on open calls of operators and viewers.
+        authorities: The accepted CAs; None to accept every certificate that TLS has.
 
     Attributes:
         strangers: The connections whose callers are unknown; a call with a valid certificate makes them known.
@@ -110,8 +143,15 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
             a call is refused; must not wait.
     """
 
-    def __init__(self, revocations: Revocations, tls: bool, limits: Limits = Limits()) -> None:  # noqa: B008  (it is frozen)
+    def __init__(
+        self,
+        revocations: Revocations,
+        tls: bool,
+        limits: Limits = Limits(),  # noqa: B008  (it is frozen)
+        authorities: AcceptedAuthorities | None = None,
+    ) -> None:
         self._revocations = revocations
+        self._authorities = authorities
         self.tls = tls
         self.on_refusal: Callable[[str, Any, FleetDistillError, Any], None] = lambda *refused: None
         self.receiver = Receiver(limits)
@@ -157,9 +197,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         return self._limiter.open_call(("", caller)) if stays_open else contextlib.nullcontext()
 
     def check_valid(self, holder: Holder | None) -> None:
-        """Raises RefusedError if a certificate has expired, or if it or its holder was revoked."""
+        """Raises RefusedError if a certificate has expired, or if it, its holder or its CA is no longer accepted."""
         if holder is None:
             return
+        if self._authorities is not None and not self._authorities.accept(holder.issuer):
+            text = f"the certificate of {holder.role} {holder.name!r} is of a CA that the server no longer accepts"
+            raise RefusedError(Code.EXPIRED, f"{text}; enrol again with a new token")
         if holder.expires_at < time.time():
             text = f"the certificate of {holder.role} {holder.name!r} has expired; renew it or enrol again"
             raise RefusedError(Code.EXPIRED, text)
@@ -291,12 +334,13 @@ class _Context:
 
 
 @contextlib.contextmanager
-def open_guard(directory: Path, tls: bool, limits: Limits) -> Iterator[Guard]:
+def open_guard(directory: Path, tls: Tls | None, limits: Limits) -> Iterator[Guard]:
     """Opens a guard with its own connection to the store in a directory."""
+    authorities = None if tls is None else AcceptedAuthorities(tls.directory / AUTHORITIES)
     store = Store.open(directory)
     try:
         with open_revocations(store) as revocations:
-            yield Guard(revocations, tls, limits)
+            yield Guard(revocations, tls is not None, limits, authorities)
     finally:
         store.close()
 

@@ -119,7 +119,7 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
     meter = _open_meter(config)
     spans = open_spans(config.traces, "front")
     opened = open_api(config, limits, wake_engine, meter)
-    guarding = open_guard(directory, tls is not None, limits)
+    guarding = open_guard(directory, tls, limits)
     pools = ThreadPoolExecutor(POOL_THREADS), ThreadPoolExecutor(UPLOAD_THREADS)
     with opened as (api, commits), guarding as guard, pools[0] as pool, pools[1] as uploads:
         wakeups = Wakeups(ends, api.store.database)

@@ -18,6 +18,7 @@ import grpc
 
 from fleetdistill.errors import ConfigurationError, RefusedError, StoreError
 from fleetdistill.link.credentials import AUTHORITIES, split
+from fleetdistill.link.x509 import check_fits
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
 from fleetdistill_server.config.server_config import ServerSection, Tls
 from fleetdistill_server.front.errors import abort, ended, in_pool
@@ -138,6 +139,10 @@ def check_files(directory: Path) -> None:
     """Raises ConfigurationError if a server cannot use this PKI for TLS or for enrolment."""
     _Files(directory).configuration()
     Authority(directory)
+    try:
+        check_fits(*split((directory / SERVER).read_bytes()), (directory / AUTHORITIES).read_bytes())
+    except ValueError as error:
+        raise ConfigurationError(f"{directory / SERVER}: {error}; run `fleetdistill pki renew-server`") from error
 
 
 async def log_expired(server: ServerSection) -> None:

@@ -41,6 +41,7 @@ class Holder:
         serial: Serial number of the certificate, in hex.
         expires_at: End of validity, in seconds since 1970.
         public_key: Fingerprint of the public key; see `fingerprint`.
+        issuer: Name of the CA that signed the certificate.
     """
 
     role: Role
@@ -49,6 +50,7 @@ class Holder:
     serial: str = ""
     expires_at: float = math.inf
     public_key: bytes = b""
+    issuer: str = ""
 
     @property
     def subjects(self) -> tuple[str, str]:
@@ -89,6 +91,7 @@ def holder_of(pem: bytes) -> Holder | None:
         serial=f"{certificate.serial_number:x}",
         expires_at=certificate.not_valid_after_utc.timestamp(),
         public_key=fingerprint(key) if isinstance(key, ec.EllipticCurvePublicKey) else b"",
+        issuer=certificate.issuer.rfc4514_string(),
     )
 
 

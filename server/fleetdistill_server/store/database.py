@@ -62,6 +62,13 @@ class Database(ABC):
     def check(self) -> None:
         """Checks the database. Raises StoreError if it is damaged."""
 
+    def compact(self) -> None:  # noqa: B027  (PostgreSQL does so itself)
+        """Returns the space of deleted rows to the disk, if the database does not do so itself.
+
+        Raises:
+            StoreError: Another process uses the database, or the disk has no room for a copy of it.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Closes the connection."""

@@ -99,6 +99,12 @@ class SqliteDatabase(Database):
         if result != ["ok"]:
             raise StoreError(f"the database store.sqlite is damaged ({result[0]}). {RECOVERY}")
 
+    def compact(self) -> None:
+        """Rewrites the file without the pages of deleted rows."""
+        with self._lock, database_errors():
+            self.tables.conn.execute("VACUUM")
+            self.tables.conn.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
     def close(self) -> None:
         with self._lock:
             self.tables.close()
