@@ -34,6 +34,7 @@ def main() -> None:
     Until then nothing is begun, so the handlers end the process at once. An exception of theirs could be lost: Python
     discards what is raised in a callback of a weak reference, of which imports have many.
     """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines would stand before the error message
     command, *words = sys.argv[1:] or [""]
     if command == "device" or (command == "doctor" and _names_state(words)):
         sys.exit(import_module(DEVICE_COMMANDS[command][0]).main(words))

@@ -240,9 +240,8 @@ def test_a_lost_checkpoint_is_named_with_run_and_way_back(store: Store, tmp_path
     files = [tmp_path / "store" / "blobs" / state.hex()[:2] / f"{state.hex()}.safetensors" for state in states]
     files[1].unlink()
     lost = f"store: checkpoint {states[1].hex()} is missing; run 'digits' cannot go on from it"
-    assert said(path, quick=True) == [
-        f"{lost}: `fleetdistill runs rollback digits --to 1` returns to the newest one before it"
-    ]
+    back = "`fleetdistill runs stop digits`, then `fleetdistill runs rollback digits --to 1` returns to the newest one"
+    assert said(path, quick=True) == [f"{lost}: {back} before it"]
     files[0].unlink()
     assert sorted(said(path, quick=True)) == sorted(
         [

@@ -256,7 +256,8 @@ def test_the_reason_of_a_lost_checkpoint_names_the_way_back(fleet: Fleet) -> Non
         fleet.store.runs.close_round(RUN, number, fleet.store.blobs.put_state(content), [], {})
     checkpoint = fleet.store.runs.existing(RUN).checkpoint
     (fleet.directory / "blobs" / checkpoint.hex()[:2] / f"{checkpoint.hex()}.safetensors").unlink()
-    way_back = f"`fleetdistill runs rollback {RUN} --to {number - 1}` returns to the newest one before it"
+    stop, back = f"`fleetdistill runs stop {RUN}`", f"`fleetdistill runs rollback {RUN} --to {number - 1}`"
+    way_back = f"{stop}, then {back} returns to the newest one before it"
     with pytest.raises(DamagedError, match=f"checkpoint {checkpoint.hex()} is not in the store; {way_back}"):
         Fleet(fleet.directory).run()
 

@@ -347,7 +347,7 @@ def test_a_token_is_worth_nothing_to_a_server_of_another_ca(service: Service, tm
     assert token.device is None
 
 
-@pytest.mark.parametrize("text", ["", "fd1-", "fd1-AAAA", "fd1-!!!", "token", "fd1-AAAA fd1-BBBB"])
+@pytest.mark.parametrize("text", ["", "fd1-", "fd1-AAAA", "fd1-!!!", "token", "fd1-AAAA or fd1-BBBB"])
 def test_what_is_no_token_is_refused_without_being_shown(tmp_path: Path, text: str) -> None:
     path = tmp_path / "token"
     path.write_text(text)
@@ -355,6 +355,15 @@ def test_what_is_no_token_is_refused_without_being_shown(tmp_path: Path, text: s
         read_token(path)
     assert "AAAA" not in str(result.value)
     assert result.value.__cause__ is None
+
+
+def test_a_file_of_several_tokens_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("fd1-AAAA\nfd1-BBBB\n")
+    with pytest.raises(
+        ConfigurationError, match="these are 2 enrolment tokens, one for each device; pass one of"
+    ) as result:
+        read_token(tmp_path / "tokens")
+    assert "AAAA" not in str(result.value)
 
 
 def test_enrolment_port_as_server_is_refused_and_spends_no_token(service: Service, tmp_path: Path) -> None:

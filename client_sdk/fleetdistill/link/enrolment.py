@@ -60,6 +60,10 @@ def read_token(text_or_file: str | Path) -> enrolment_pb2.EnrolmentToken:
         else _read_file(Path(text_or_file))
     )
     words = text.split()
+    if len(words) > 1 and all(word.startswith(PREFIX) for word in words):
+        raise ConfigurationError(
+            f"these are {len(words)} enrolment tokens, one for each device; pass one of them, a line of the file"
+        )
     try:
         if len(words) != 1 or not words[0].startswith(PREFIX):
             raise ValueError

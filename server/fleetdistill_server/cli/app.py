@@ -125,7 +125,9 @@ def restore(
     payloads = make_store(backup, store)
     restored = f"{store}: {counted(payloads, 'payload')} and the database"
     typer.echo(f"{restored}; a server whose [server] store is this directory continues from the backup")
-    typer.echo(f"{VOID}: repeat `pki revoke` and `devices forget`, and revoke open tokens (`enrol --list`)")
+    typer.echo(
+        f"{VOID}: repeat `pki revoke`, `devices revoke` and `devices forget`; revoke open tokens (`enrol --list`)"
+    )
 
 
 @device_app.command("inspect")

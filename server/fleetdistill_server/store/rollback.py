@@ -73,4 +73,5 @@ def way_back(store: Store, run: str, lost: bytes) -> str:
     ]
     if not left:
         return "no earlier checkpoint is kept, so restore a backup"
-    return f"`fleetdistill runs rollback {run} --to {left[-1].round}` returns to the newest one before it"
+    stop, back = f"`fleetdistill runs stop {run}`", f"`fleetdistill runs rollback {run} --to {left[-1].round}`"
+    return f"{stop}, then {back} returns to the newest one before it"
