@@ -93,17 +93,33 @@ def test_full_disk_before_engine_begins_is_reported_once(
     assert capsys.readouterr().err == "", "its first process has said it"
 
 
-def test_an_engine_whose_run_is_cancelled_has_not_failed(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [
+        (RunStatus.CANCELLED, "the run is cancelled"),
+        (RunStatus.STOPPED, "the run is stopped"),
+        (RunStatus.PAUSED, "the run is paused"),
+        (RunStatus.RUNNING, "another engine works on the run"),
+    ],
+)
+def test_an_engine_whose_run_is_taken_says_why(
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    status: RunStatus,
+    why: str,
+) -> None:
     store = Store.open(config.parent / "store")
     register(store, load_run_config(config))
 
-    async def cancelled(self: engine.Engine) -> None:
-        assert store.runs.cancel(RUN, "by the operator, after 0 rounds")
-        store.runs.assert_not_cancelled(RUN)
+    async def taken(self: engine.Engine) -> None:
+        store.runs.set_status(RUN, status, "")
+        raise RunError(f"run {RUN!r} was taken over by another engine")
 
-    monkeypatch.setattr(engine.Engine, "run", cancelled)
-    assert engine_main(config, monkeypatch) == 0
+    monkeypatch.setattr(engine.Engine, "run", taken)
+    assert engine_main(config, monkeypatch, "--token", "of an earlier start") == 0
     assert failures(config) == []
+    assert f"the engine stops: {why}" in capsys.readouterr().err
     store.close()
 
 

@@ -34,7 +34,7 @@ from fleetdistill_server.service.wakeups import Ends, Wakeups
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
 from fleetdistill_server.store.retention import sweep
-from fleetdistill_server.store.states import RunStatus
+from fleetdistill_server.store.states import ACTIVE, RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.tracing.spans import open_spans
 
@@ -114,8 +114,8 @@ async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group 
     except (NoSpaceError, StoreUnavailableError):
         raise
     except Exception as error:
-        if _is_taken(store, config.run.name, given.token):
-            logger.info("the engine stops: %s", error, extra=about(run=config.run.name))
+        if why := _why_taken(store, config.run.name, given.token):
+            logger.info("the engine stops: %s", why, extra=about(run=config.run.name))
             return
         known = isinstance(error, (ConfigurationError, RunError))
         _note_failure(store, config.run.name, str(error) if known else f"{type(error).__name__}: {error}")
@@ -126,14 +126,15 @@ async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group 
             spans.close()
 
 
-def _is_taken(store: Store, run: str, token: str | None) -> bool:
-    """Returns whether the run was cancelled, paused, stopped or deleted, so that its engine has not failed."""
+def _why_taken(store: Store, run: str, token: str | None) -> str:
+    """Returns why the run is not this engine's any more, so that the engine has not failed; empty if it is."""
     known_run = store.runs.get(run)
-    return (
-        known_run is None
-        or known_run.status is RunStatus.CANCELLED
-        or (token is not None and known_run.engine != token)
-    )
+    if known_run is None:
+        return "the run was deleted"
+    if known_run.status is RunStatus.CANCELLED or (token is not None and known_run.engine != token):
+        works_on = known_run.status in ACTIVE
+        return "another engine works on the run" if works_on else f"the run is {known_run.status}"
+    return ""
 
 
 def _note_failure(store: Store, run: str, why: str) -> None:
