@@ -21,7 +21,7 @@ from support.small_device import SmallWorker
 
 from fleetdistill import Deployment, Device, Eligibility, Event, Predictor, Step
 from fleetdistill.compute import light_worker
-from fleetdistill.errors import ConfigurationError, LinkError, NoRoomError, StateError
+from fleetdistill.errors import ConfigurationError, DamagedStateError, LinkError, NoRoomError, StateError
 from fleetdistill.replacement import judge
 from fleetdistill.state import failpoints
 from fleetdistill.wire.v1 import service_pb2
@@ -243,6 +243,28 @@ def test_an_export_that_fails_in_a_roll_back_is_one_event(tmp_path: Path, monkey
         assert exporting.version == 1
         np.testing.assert_array_equal(exporting.predict(BATCH), logits[0])
     assert kinds(events) == [("rolled-back", 1)]
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_a_roll_back_replaces_a_lost_model(tmp_path: Path, damage: str) -> None:
+    """A version that cannot be read is not kept for `roll_forward`."""
+    device, _ = device_of(tmp_path, range(1, 3))
+    with device:
+        logits = play(device, 2)
+    lost = tmp_path / "delivered.safetensors"
+    data = bytearray(lost.read_bytes())
+    lost.unlink()
+    if damage == "damaged":
+        data[-1] ^= 1
+        lost.write_bytes(data)
+    device, _ = device_of(tmp_path, range(0))
+    with device:
+        with pytest.raises(DamagedStateError):
+            device.predict(BATCH)
+        assert device.roll_back() == 1
+        device.step(0)
+        assert_uses(device, 1, logits[0])
+        assert device.roll_forward() == 1
 
 
 class WaitingLink(LyingLink):

@@ -28,7 +28,7 @@ from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import make_directory, rename_durably, sync_directory
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import json_object, sealed_json
-from fleetdistill.state.state_check import STATES
+from fleetdistill.state.state_check import STATES, damaged_states
 
 __all__ = ["Version", "Versions", "link_file"]
 
@@ -252,9 +252,12 @@ class Versions:
         self._prune()
 
     def hold_in_use(self) -> None:
-        """Keeps the version in use as one that is not used, before a return to an earlier one; repeatable as `hold`."""
+        """Keeps the version in use as one that is not used, before a return to an earlier one; repeatable as `hold`.
+
+        Does nothing if its model is missing or damaged.
+        """
         version = self.in_use()
-        if version is None:
+        if version is None or MODEL in missing_states(self._files) | damaged_states(self._files):
             return
         folder = self._folder(version.number)
         if version_of(self._load(folder)) is None:

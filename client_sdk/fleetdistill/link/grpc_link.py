@@ -280,7 +280,8 @@ class GrpcLink:
 
         Raises:
             ConfigurationError: A call in plain text failed because the server requires TLS.
-            LinkError: The server listens, but the TLS handshake of gRPC failed.
+            LinkError: The TLS handshake of gRPC failed, or the server did not admit the certificate; the device has
+                enrolled again if it had a token that was not tried.
         """
         if self._source is not None and not isinstance(error, _NotAdmitted):
             return
