@@ -312,6 +312,12 @@ class CheckIn:
         with self._parts.lock.held():
             return self._prepare((self._terms or self.check_in()).contract)
 
+    def compute_of_app(self) -> Compute:
+        """Returns the compute backend as `ready_compute`, but without the server if there is a committed state."""
+        with self._parts.lock.held():
+            contract = None if self._terms or not self._backend.saved_state() else self._saved_contract()
+            return self._backend.prepare(contract) if contract else self.ready_compute()
+
     def _prepare(self, contract: contract_pb2.Contract) -> Compute:
         self._update_profile(self._backend.make(contract))
         return self._backend.prepare(contract)

@@ -396,11 +396,12 @@ class Device:
         `validation_data`, or `general` without such data.
 
         Raises:
-            FleetDistillError: The first access may check in and build the model, which can fail as in `step`.
+            FleetDistillError: The first access builds the model, and before the first ask checks in, which can fail as
+                in `step`.
             DeviceClosedError: The device was closed before the first access.
         """
         with control_flow_as_errors("model"), self._parts.lock.held():
-            return self._ready_compute("model").delivered_model()
+            return self._compute_for("model").delivered_model()
 
     @property
     def models(self) -> Mapping[str, Any]:
@@ -415,14 +416,14 @@ class Device:
             The fleet trains `own` only with `own_network = "taught"`.
         """
         with control_flow_as_errors("models"), self._parts.lock.held():
-            return AppModels(self._ready_compute("models").delivered_models())
+            return AppModels(self._compute_for("models").delivered_models())
 
-    def _ready_compute(self, member: str) -> Compute:
+    def _compute_for(self, member: str) -> Compute:
         """Returns the compute backend; after `close` only if no file and no call is required."""
         compute = self._backend.compute
         if not self._loop.closed:
             with self._check_in.as_link_errors():
-                return self._check_in.ready_compute()
+                return self._check_in.compute_of_app()
         if compute is None or not compute.has_state:
             raise DeviceClosedError(member, self.state_dir)
         return compute
