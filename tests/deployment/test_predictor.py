@@ -190,6 +190,27 @@ def test_a_first_file_that_is_damaged_is_named(tmp_path: Path, files: dict[int, 
         predictor.predict(BATCH)
 
 
+def test_a_variant_that_does_not_exist_is_reported_once(
+    tmp_path: Path, files: dict[int, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    predictor = Predictor(tmp_path, variant="persnal")
+    assert (predictor.ready, predictor.error) == (False, ""), "the device has exported nothing yet"
+    for name in ("model", "general", "personal"):
+        put(files[1], tmp_path / f"{name}.onnx")
+    for _ in range(3):
+        assert not predictor.refresh()
+    assert predictor.error == "the directory has the variants general, model, personal"
+    (record,) = caplog.records
+    assert record.getMessage() == f"{tmp_path / 'persnal.onnx'} does not exist; {predictor.error}"
+    with pytest.raises(
+        ModelError, match=r"\(the directory has the variants general, model, personal\); run the device"
+    ):
+        predictor.predict(BATCH)
+    put(files[1], tmp_path / "persnal.onnx")
+    assert predictor.refresh()
+    assert predictor.error == ""
+
+
 def test_a_model_that_disappears_remains_in_use(tmp_path: Path, files: dict[int, bytes]) -> None:
     put(files[1], tmp_path / "model.onnx")
     predictor = Predictor(tmp_path)

@@ -58,6 +58,27 @@ def kinds(events: Events) -> list[tuple[str, int]]:
     return [(event.kind, event.round) for event in events if event.kind in ("rolled-back", "delivered")]
 
 
+# --- files
+
+
+@pytest.mark.parametrize("restarting", [False, True])
+def test_a_deleted_file_is_exported_again(tmp_path: Path, restarting: bool) -> None:
+    device, _ = device_of(tmp_path, range(11, 13))
+    with device:
+        logits = play(device, 2)[-1]
+        if not restarting:
+            (tmp_path / "model.onnx").unlink()
+            assert device.step(0) is Step.FINISHED
+            assert_uses(device, 2, logits)
+    if restarting:
+        (tmp_path / "model.onnx").unlink()
+        device, events = device_of(tmp_path, range(0))
+        with device:
+            assert device.step(0) is Step.FINISHED
+            assert_uses(device, 2, logits)
+        assert [event.kind for event in events].count("exported") == 1
+
+
 # --- roll-back on request
 
 

@@ -103,7 +103,8 @@ class Predictor:
         threads: Number of threads of onnxruntime for one prediction, at least 1.
 
     Attributes:
-        error: Why the newest file cannot be used; empty if it is in use, or if there is none. Also logged as a warning.
+        error: Why the newest file cannot be used, or which variants there are if `variant` is not one of them; empty if
+            the file is in use, or if the device has not exported one yet. Also logged as a warning.
 
     Raises:
         ConfigurationError: `variant` or `threads` is invalid.
@@ -156,8 +157,6 @@ class Predictor:
         """
         if self._model is None:
             reason = f" ({self.error})" if self.error else ""
-            if others := sorted(path.stem for path in self._path.parent.glob("*.onnx") if path != self._path):
-                reason += f"; the directory has the variants {', '.join(others)}"
             raise ModelError(
                 f"{self._path} has no usable model{reason}; run the device until its event 'exported', and check "
                 "`predictor.ready`. A device with Deployment(export='never') writes none: use 'round' or 'finish', or "
@@ -185,7 +184,10 @@ class Predictor:
 
         Does not wait if another thread is loading the file and there is a model in use.
         """
-        if _identity(self._path) in (None, self._seen):
+        identity = _identity(self._path)
+        if identity is None and self._model is None:
+            self._report_other_variants()
+        if identity in (None, self._seen):
             return False
         if not self._loading.acquire(blocking=self._model is None):
             return False
@@ -193,6 +195,14 @@ class Predictor:
             return self._load()
         finally:
             self._loading.release()
+
+    def _report_other_variants(self) -> None:
+        """Reports once which variants a device has exported if it has not exported this one."""
+        others = ", ".join(sorted(path.stem for path in self._path.parent.glob("*.onnx")))
+        error = f"the directory has the variants {others}" if others else ""
+        if error != self.error:
+            self.error = error
+            logger.warning("%s does not exist; %s", self._path, error or "nor does any other variant")
 
     def _load(self) -> bool:
         try:

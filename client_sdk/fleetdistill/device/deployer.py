@@ -122,10 +122,18 @@ class Deployer:
             emit(version, error)
 
     def settle(self) -> None:
-        """Exports and records a delivered version, and carries out a requested roll-back or its end."""
-        for settle in (self._settle_due, self._roll_back, self._use_held, self._settle_due):
+        """Exports and records a delivered version, carries out a roll-back or its end, exports a lost file again."""
+        for settle in (self._settle_due, self._roll_back, self._use_held, self._mark_lost_files, self._settle_due):
             with self._survives_full_disk():
                 settle()
+
+    def _mark_lost_files(self) -> None:
+        """Lets the version in use be exported again if one of its files was deleted."""
+        version = self.versions.in_use()
+        if self._deployment.export != "round" or version is None or self.versions.due() is not None:
+            return
+        if not all((self._directory / name).exists() for name in version.files):
+            self.versions.mark_due()
 
     def replace_requested(self) -> None:
         """Carries out a requested roll-back or its end, without server and data; `settle` exports what it lacks."""
