@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -132,14 +133,19 @@ def test_prune_says_what_it_frees(directory: Path) -> None:
     assert call("runs", "prune", RUN, "--keep-rounds", "2", *where) == (0, nothing)
 
 
-def test_the_database_shrinks_when_rows_are_deleted(directory: Path) -> None:
+@pytest.mark.parametrize("served", [False, True])
+def test_the_database_shrinks_when_rows_are_deleted(directory: Path, served: bool) -> None:
     store = Store.open(directory)
     for number in range(2000):
         store.history.add_event(RUN, "late", f"{number} {'.' * 400}", number=1)
     store.runs.set_status(RUN, RunStatus.FINISHED, "3 rounds completed")
     store.close()
     before = (directory / "store.sqlite").stat().st_size
-    assert call("runs", "prune", RUN, "--keep-rounds", "1", "--yes", "--store", str(directory))[0] == 0
+    with contextlib.ExitStack() as server:
+        if served:
+            server.enter_context(serve_lock.take(directory, RUN))
+            server.enter_context(contextlib.closing(Store.open(directory)))
+        assert call("runs", "prune", RUN, "--keep-rounds", "1", "--yes", "--store", str(directory))[0] == 0
     assert (directory / "store.sqlite").stat().st_size < before / 2
 
 

@@ -66,7 +66,7 @@ class Database(ABC):
         """Returns the space of deleted rows to the disk, if the database does not do so itself.
 
         Raises:
-            StoreError: Another process uses the database, or the disk has no room for a copy of it.
+            StoreError: Another process changes the database for too long, or the disk is full.
         """
 
     @abstractmethod

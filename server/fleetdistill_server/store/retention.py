@@ -214,8 +214,8 @@ def prune(
         events, figures, spent = _delete_rows(store, run, stop, whole, spent, dry_run)
         old = {item for item in spent if held[item].age_seconds >= grace}
         going = old if dry_run else set(_delete(store, old, grace))
-    if not dry_run and not served:
-        with contextlib.suppress(StoreError):  # another process reads the store, or the disk is too full for a copy
+    if not dry_run:
+        with contextlib.suppress(StoreError):  # the rows are deleted; their pages are used again
             store.database.compact()
     return Pruned(rounds, events, figures, _sum(held, going), _sum(held, spent - old))
 

@@ -22,6 +22,8 @@ from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.schema import migrations
 
 _BUSY_SECONDS = 30
+_PAGES_AT_ONCE = 1000
+"""Pages of 4 kB that `compact` moves in one transaction."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -100,10 +102,15 @@ class SqliteDatabase(Database):
             raise StoreError(f"the database store.sqlite is damaged ({result[0]}). {RECOVERY}")
 
     def compact(self) -> None:
-        """Rewrites the file without the pages of deleted rows."""
-        with self._lock, database_errors():
-            self.tables.conn.execute("VACUUM")
-            self.tables.conn.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        """Cuts the pages of deleted rows off the file, in steps between which other processes can write."""
+        left = int(self.value("PRAGMA freelist_count"))
+        while left:
+            with self._lock, database_errors():
+                self.tables.conn.execute(f"PRAGMA incremental_vacuum({_PAGES_AT_ONCE})").fetchall()
+                self.tables.conn.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            before, left = left, int(self.value("PRAGMA freelist_count"))
+            if left >= before:  # others delete as fast
+                return
 
     def close(self) -> None:
         with self._lock:
@@ -156,6 +163,8 @@ def _use_wal(connection: sqlite3.Connection) -> None:
     until = time.monotonic() + _BUSY_SECONDS
     while True:
         try:
+            if not connection.execute("PRAGMA page_count").fetchone()[0]:
+                connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # for `compact`; only a new file can have it
             connection.execute("PRAGMA journal_mode=WAL")
             return
         except sqlite3.OperationalError as error:
