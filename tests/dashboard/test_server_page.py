@@ -28,6 +28,14 @@ WELL = {"problems": [], "warnings": [], "serves": True}
     ("facts", "problem", "severity", "says"),
     [
         ({}, "", "good", "Everything is all right."),
+        ({"queue": ["running"]}, "", "good", "Everything is all right."),
+        ({"queue": ["waiting for devices"]}, "", "good", "Everything is all right; 1 run waits for devices."),
+        (
+            {"queue": ["queued (1 of 2)", "waiting for devices", "queued (2 of 2)", "idle"]},
+            "",
+            "good",
+            "Everything is all right; 1 run waits for devices, 2 runs wait for an engine.",
+        ),
         ({"warnings": ["the certificate of server expires"]}, "", "warn", "the certificate of server expires"),
         ({"serves": False}, "", "warn", "No server works on this store."),
         ({"problems": ["the front does not run"]}, "", "bad", "the front does not run"),
@@ -38,7 +46,8 @@ WELL = {"problems": [], "warnings": [], "serves": True}
 def test_one_sentence_says_whether_everything_is_all_right(
     facts: dict[str, Any], problem: str, severity: str, says: str
 ) -> None:
-    result, text = sentence({**WELL, **facts}, problem)
+    queue = [{"status": status} for status in facts.get("queue", ())]
+    result, text = sentence(View({"queue": queue}, {**WELL, **facts}), problem)
     assert (result, says in text) == (severity, True)
 
 
@@ -61,7 +70,7 @@ def test_the_figures_of_the_server() -> None:
     view = View(lists, {"serves": True, "engines_at_once": 2, "disk_free": 5_000_000})
     runs = [{"status": "running"}, {"status": "queued (1 of 1)"}, {"status": "running"}]
     assert list(tiles(view, runs, now=4 * 86_400.0).values()) == [
-        "1 of 2 at work",
+        "1 of 2 in use",
         "1 queued, 2 running",
         "5.00 MB",
         "server, in 6 d 0 h",

@@ -129,10 +129,15 @@ def test_what_cannot_work_has_one_too(config: Path, monkeypatch: pytest.MonkeyPa
     assert failures(config) == [str(error)], "the supervisor's error quotes it"
 
 
-def test_a_failure_is_noted_in_the_store(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_noted_in_the_store(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert end_of(config, monkeypatch, StoreError("the database failed")) == 1
+    said = capsys.readouterr().err
+    assert ("the engine failed: the database failed" in said, "Traceback" in said) == (True, False)
     assert end_of(config, monkeypatch, ZeroDivisionError("division")) == 1
-    assert failures(config) == ["StoreError: the database failed", "ZeroDivisionError: division"]
+    assert "Traceback" in capsys.readouterr().err, "nobody foresaw it"
+    assert failures(config) == ["the database failed", "ZeroDivisionError: division"]
 
 
 def test_what_nobody_foresaw_in_a_configuration_is_not_hidden(

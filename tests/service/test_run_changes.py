@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from support.wire_samples import make_payload
 
-from fleetdistill.errors import ConfigurationError, FleetDistillError, RunError
+from fleetdistill.errors import ConfigurationError, FleetDistillError, RunError, StoreError
 from fleetdistill.wire.payload import ELEMENT_TYPES
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.intake.operator_log import local_user
+from fleetdistill_server.intake.operator_log import local_log, local_user
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.service import run_changes, supervisor
 from fleetdistill_server.service.run_changes import RunState, delete
 from fleetdistill_server.service.supervisor import CallLog
-from fleetdistill_server.store.operator_calls import LOCAL, Call
+from fleetdistill_server.store.operator_calls import LOCAL, Call, Outcome
 from fleetdistill_server.store.records import Ask, Run
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
@@ -332,6 +332,10 @@ def test_paths_of_a_stored_run_do_not_depend_on_the_folder(tmp_path: Path, monke
     assert run_config(given).setup()["evaluation"]["data"] == str(tmp_path / "held-out.npz")
 
 
+def fail() -> None:
+    raise StoreError("no space")
+
+
 def test_the_servers_log_has_each_call_once_wherever_it_was_made(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +354,8 @@ def test_the_servers_log_has_each_call_once_wherever_it_was_made(
     store.operator_calls.add(Call("operator", "olga", "RevokePerson", {"role": "viewer", "name": "vic"}), "done")
     refused = Call("viewer", "vera", "ChangeRun", {"run": "digits"}, "ipv4:10.0.0.8:4040")
     store.operator_calls.add(refused, "refused: not-allowed: no", refused=True)
+    with pytest.raises(StoreError, match="no space"):
+        local_log(store).around(Call(LOCAL, "root", "Backup"), fail, lambda result: Outcome())
     log.look()
     log.look()
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
@@ -361,6 +367,7 @@ def test_the_servers_log_has_each_call_once_wherever_it_was_made(
         ("INFO", "operator olga from local: RevokeDevice camera-7: done"),
         ("INFO", "operator olga from local: RevokePerson viewer vic: done"),
         ("WARNING", "viewer vera from ipv4:10.0.0.8:4040: ChangeRun: refused: not-allowed: no"),
+        ("WARNING", "root on the store's machine: Backup: failed: no space"),
     ]
     assert {getattr(record, "about_run", "digits") for record in caplog.records} == {"digits"}
     store.close()

@@ -84,7 +84,7 @@ def test_a_run_that_failed_is_told_until_it_is_started(tmp_path: Path) -> None:
     def says() -> list[str]:
         listed = CliRunner().invoke(app, ["runs", "list", "--store", str(tmp_path)]).stderr
         result = source.server().facts["failed_runs"]
-        severity, text = sentence(source.server().facts, "")
+        severity, text = sentence(source.server(), "")
         assert all(item in text and item in listed and severity == "bad" for item in result)
         assert (source.warnings(), source.problems()) == (result, [])
         return result
@@ -128,6 +128,6 @@ def test_without_a_server_nobody_is_present_and_runs_say_so(tmp_path: Path) -> N
     assert says() == ("waiting for devices (no server)", 0, {False}, "1 without a server")
     with serve_lock.take(tmp_path, "another"):
         assert says()[0] == "waiting for devices (no server)"
-    severity, text = sentence(source.server().facts, "")
+    severity, text = sentence(source.server(), "")
     assert (severity, "fleetdistill serve" in text) == ("warn", True)
     store.close()

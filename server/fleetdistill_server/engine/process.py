@@ -10,7 +10,14 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleetdistill.errors import ConfigurationError, NoSpaceError, RunError, StoreError, StoreUnavailableError
+from fleetdistill.errors import (
+    ConfigurationError,
+    FleetDistillError,
+    NoSpaceError,
+    RunError,
+    StoreError,
+    StoreUnavailableError,
+)
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.config.server_config import load_server_config
@@ -117,7 +124,7 @@ async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group 
         if why := _why_taken(store, config.run.name, given.token):
             logger.info("the engine stops: %s", why, extra=about(run=config.run.name))
             return
-        known = isinstance(error, (ConfigurationError, RunError))
+        known = isinstance(error, FleetDistillError)
         _note_failure(store, config.run.name, str(error) if known else f"{type(error).__name__}: {error}")
         raise
     finally:
@@ -181,6 +188,9 @@ def main() -> int:
     except (NoSpaceError, StoreUnavailableError) as error:
         logger.log(logging.DEBUG if given.waits else logging.WARNING, "%s", error, extra=about(run=run))
         return EXIT_NO_SPACE if isinstance(error, NoSpaceError) else EXIT_STORE_AWAY
+    except FleetDistillError as error:  # such as a damaged checkpoint: the message says all
+        logger.error("the engine failed: %s", error, extra=about(run=run, event=ENGINE_FAILED))
+        return 1
     except Exception:  # logged here; the supervisor restarts the engine
         logger.exception("the engine failed", extra=about(run=run, event=ENGINE_FAILED))
         return 1

@@ -12,7 +12,7 @@ from fleetdistill.errors import FleetDistillError, NoSpaceError, RefusedError, S
 from fleetdistill_server.intake.device_api import DirectCommit
 from fleetdistill_server.intake.limiter import Allowance
 from fleetdistill_server.store.group_commit import Commit
-from fleetdistill_server.store.operator_calls import LOCAL, Call, Outcome
+from fleetdistill_server.store.operator_calls import FAILED, LOCAL, Call, Outcome
 from fleetdistill_server.store.store import Store
 
 __all__ = ["local_call", "local_log"]
@@ -66,7 +66,7 @@ class OperatorLog:
         try:
             result = work()
         except FleetDistillError as error:
-            refused, text = isinstance(error, RefusedError), f"failed: {error}"
+            refused, text = isinstance(error, RefusedError), f"{FAILED}{error}"
             with _log():
                 self._commit(lambda store: store.operator_calls.settle(number, text, refused=refused))
             raise
@@ -79,7 +79,7 @@ class OperatorLog:
             return
         if self._allowance.take((call.role, call.name or call.address.rpartition(":")[0])):
             return
-        text = f"refused: {error.code}: {error}" if isinstance(error, RefusedError) else f"failed: {error}"
+        text = f"refused: {error.code}: {error}" if isinstance(error, RefusedError) else f"{FAILED}{error}"
         with _log():
             self._commit(lambda store: store.operator_calls.add(call, text, refused=True))
 

@@ -35,7 +35,7 @@ from fleetdistill_server.service.registration import serve_run
 from fleetdistill_server.service.wakeups import make_ends
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.location import Location, set_location
-from fleetdistill_server.store.operator_calls import BEGUN, LOCAL, caller_in_words
+from fleetdistill_server.store.operator_calls import BEGUN, FAILED, LOCAL, caller_in_words
 from fleetdistill_server.store.records import OperatorCall
 from fleetdistill_server.store.states import ACTIVE, OVER, RunStatus
 from fleetdistill_server.store.store import Store
@@ -320,7 +320,7 @@ def _log(call: OperatorCall) -> None:
     arguments = _arguments(call)
     whom = "".join(f" {arguments[name]}" for name in _WHOM if arguments.get(name))
     text = f"{caller}: {call.call}{whom}: {call.result}"
-    level = logging.WARNING if call.is_refused else logging.INFO
+    level = logging.WARNING if call.is_refused or call.result.startswith(FAILED) else logging.INFO
     call_logger.log(level, "%s", text, extra=about(run=arguments.get("run")))
 
 

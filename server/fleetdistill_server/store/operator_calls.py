@@ -13,7 +13,7 @@ from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.records import OperatorCall
 from fleetdistill_server.texts import shorten
 
-__all__ = ["BEGUN", "LOCAL", "Outcome", "caller_in_words"]
+__all__ = ["BEGUN", "FAILED", "LOCAL", "Outcome", "caller_in_words"]
 
 KEPT = 10_000
 """Number of the newest calls that are kept, of those that were carried out and of those that were refused, each."""
@@ -22,6 +22,8 @@ LOCAL = "local"
 """Role and address of a caller on the store's machine."""
 BEGUN = "begun"
 """Result of a call that is being carried out, or that was interrupted by the end of its process."""
+FAILED = "failed: "
+"""Begin of the result of a call that could not be carried out."""
 
 
 @dataclass(frozen=True)

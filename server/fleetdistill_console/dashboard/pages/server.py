@@ -18,6 +18,7 @@ from fleetdistill_console.dashboard.layout import Notice, Tiles, frame, live, pa
 from fleetdistill_console.dashboard.readers import CALLS, RUNS, SERVER
 from fleetdistill_console.dashboard.table import LiveTable
 from fleetdistill_console.dashboard.units import UNKNOWN, duration, size
+from fleetdistill_server.store.states import QUEUED, WAITING
 from fleetdistill_server.views.results import missing_in
 from fleetdistill_server.views.runs import NO_SERVER, TableRow, View
 
@@ -92,19 +93,20 @@ class Glance:
         if view is None or runs is None:
             self._sentence.text = snapshot.error or self._sentence.text
             return
-        severity, text = sentence(view.facts, self._board.problem() or snapshot.error)
+        severity, text = sentence(view, self._board.problem() or snapshot.error)
         self._sentence.text = text
         self._sentence.classes(replace=f"fd-glance {_WORST[severity]}")
         self._tiles.show(tiles(view, runs.lists["runs"]))
 
 
-def sentence(facts: TableRow, problem: str) -> tuple[str, str]:
+def sentence(view: View, problem: str) -> tuple[str, str]:
     """Returns how the server is (bad, warn or good), and what to say.
 
     Args:
-        facts: Facts of the view `server`.
+        view: The view `server`.
         problem: What is wrong besides, such as that the server does not answer; may be empty.
     """
+    facts = view.facts
     result = facts["problems"] or ([problem] if problem else [])
     wrong = list(dict.fromkeys([*result, *facts.get("failed_runs", ())]))
     if wrong:
@@ -116,7 +118,16 @@ def sentence(facts: TableRow, problem: str) -> tuple[str, str]:
         )
     if facts["warnings"]:
         return "warn", f"The server works, but {'; '.join(facts['warnings'])}."
-    return "good", "Everything is all right."
+    return "good", f"Everything is all right{_waiting(view.lists['queue'])}."
+
+
+def _waiting(queue: Sequence[TableRow]) -> str:
+    states = Counter(_without_details(row["status"]) for row in queue)
+    waits = {"devices": states[WAITING], "an engine": states[QUEUED]}
+    words = [
+        f"{count} {'run waits' if count == 1 else 'runs wait'} for {what}" for what, count in waits.items() if count
+    ]
+    return f"; {', '.join(words)}" if words else ""
 
 
 def tiles(view: View, runs: Sequence[TableRow], now: float | None = None) -> dict[str, str]:
@@ -128,7 +139,7 @@ def tiles(view: View, runs: Sequence[TableRow], now: float | None = None) -> dic
     valid = [row for row in lists["certificates"] if row["state"] != "revoked"]
     expiring = min(valid, key=lambda row: str(row["expires"]), default=None)
     return {
-        _ENGINES: f"{used} of {facts['engines_at_once']} at work" if facts["serves"] else UNKNOWN,
+        _ENGINES: f"{used} of {facts['engines_at_once']} in use" if facts["serves"] else UNKNOWN,
         _RUNS: ", ".join(f"{count:,} {state}" for state, count in sorted(states.items())) or "none",
         _DISK: size(facts["disk_free"]),
         _EXPIRY: UNKNOWN if expiring is None else f"{expiring['holder']}, {_from_now(expiring['expires'], now)}",
