@@ -247,7 +247,8 @@ def test_a_port_in_use_is_told_for_each_setting(tmp_path: Path) -> None:
 def test_more_space_to_keep_free_than_there_is_is_told(tmp_path: Path) -> None:
     code, said = check(write(tmp_path, server_keep_free_bytes=10**18))
     assert (code, len(said)) == (1, 1)
-    assert said[0].startswith("error: [server] keep_free_bytes is 1000000000.00 GB, but ")
+    assert said[0].startswith("error: only ")
+    assert said[0].endswith("free some space, or lower [server] keep_free_bytes, which is 1000000000.00 GB")
 
 
 def test_a_store_beyond_its_budget_is_told(tmp_path: Path) -> None:
@@ -255,7 +256,8 @@ def test_a_store_beyond_its_budget_is_told(tmp_path: Path) -> None:
     (tmp_path / "store" / "file").write_bytes(bytes(2000))
     code, said = check(write(tmp_path, server_disk_budget_bytes=1000))
     assert (code, len(said)) == (1, 1)
-    assert said[0].startswith("error: [server] disk_budget_bytes is 1.0 kB, but the store has 2.0 kB, so every upload")
+    assert said[0].startswith("error: the store has 2.0 kB, so uploads are refused: run `fleetdistill runs prune`")
+    assert said[0].endswith("or raise [server] disk_budget_bytes, which is 1.0 kB")
 
 
 @pytest.mark.parametrize("wrong", ["another CA", "expired", "later"])
@@ -269,7 +271,7 @@ def test_a_certificate_with_which_nobody_can_connect_is_told(
         text = f"{tmp_path / 'pki' / SERVER}: the certificate is from none of the trusted CAs; run `fleetdistill pki"
     elif wrong == "expired":
         authority.issue_server([], 1e-9)
-        text = "the certificate of the server has expired; renew it with `fleetdistill pki renew-server`"
+        text = "the certificate of the server has expired, so nobody can connect; renew it with"
     else:
         now = time.time()
         monkeypatch.setattr(time, "time", lambda: now - 365 * 86_400)

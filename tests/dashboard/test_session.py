@@ -261,7 +261,7 @@ def test_health_check_and_pages_say_server_is_not_well(address: str, work: Path,
     assert page.get_by_role("alert").count() == 0
     write_server_config(work / "store", ServerConfig(server=ServerSection(keep_free_bytes=1 << 60)))
     with serve_lock.take(work / "store", "", 1):
-        page.get_by_role("alert").get_by_text("so uploads are refused").wait_for()
+        page.get_by_role("alert").get_by_text("so uploads are refused: ").wait_for()
         answer = httpx.get(f"{address}/health", timeout=PATIENCE_SECONDS)
         assert (answer.status_code, answer.text.startswith("the server needs attention")) == (503, True)
         write_server_config(work / "store", ServerConfig(server=ServerSection(keep_free_bytes=0)))

@@ -27,7 +27,7 @@ from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.front.device_service import WAKES_PER_SECOND, DeviceService
 from fleetdistill_server.front.server import _guard
-from fleetdistill_server.front.tls import log_expired
+from fleetdistill_server.front.tls import log_not_valid
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.downloads import Downloads
 from fleetdistill_server.store.group_commit import CommitThread
@@ -52,7 +52,7 @@ def test_an_expired_certificate_is_logged_once(tmp_path: Path, caplog: pytest.Lo
 
     async def log() -> list[str]:
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(log_expired(server), 5.0)  # it looks once a minute
+            await asyncio.wait_for(log_not_valid(server), 5.0)  # it looks once a minute
         return [record.getMessage() for record in caplog.records if record.name == "fleetdistill.server.tls"]
 
     (text,) = asyncio.run(log())

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
 from fleetdistill.link.grpc_link import is_loopback
-from fleetdistill.link.x509 import life
 from fleetdistill.methods import config_class
 from fleetdistill.methods.classstats_private.merge import rows_needed
 from fleetdistill.methods.classstats_secure.config import CERTIFICATES, SumSettings
@@ -31,13 +28,12 @@ from fleetdistill_server.service.engine_process import engines_at_once
 from fleetdistill_server.service.processes import child_environment
 from fleetdistill_server.service.registration import is_prepared, register
 from fleetdistill_server.service.serve_lock import SERVED_FILE, is_served
-from fleetdistill_server.store.blobs import disk_errors
-from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.store.location import Location, has_store
 from fleetdistill_server.store.store import Store, open_for_trial
-from fleetdistill_server.texts import counted, readable_bytes, when
+from fleetdistill_server.texts import counted, readable_bytes
 from fleetdistill_server.tracing.spans import check_traces
-from fleetdistill_server.views.certificates import OWN, RENEWALS
+from fleetdistill_server.views.certificates import not_valid
+from fleetdistill_server.views.health import disk_problems
 from fleetdistill_server.views.runs import UNTIL_STOPPED
 
 _LOOK_SECONDS = 0.1
@@ -159,8 +155,8 @@ def _of_server(server: ServerSection, run: str, insecure: bool) -> tuple[Callabl
     checks = (
         lambda: check_extras(server),
         lambda: check_security(server, insecure),
-        lambda: _check_validity(server),
-        lambda: _check_room(server),
+        lambda: _raise_first(not_valid(server)),
+        lambda: _raise_first(disk_problems(server, Path(server.store))),
     )
     own = _own_addresses(server, run)
     ports = {setting: address for setting, address in _addresses(server).items() if address not in own}
@@ -289,36 +285,9 @@ def _check_port(setting: str, address: str) -> None:
         raise ConfigurationError(f"[server] {setting}: cannot listen on {address}: {in_words(error)}") from error
 
 
-def _check_validity(server: ServerSection) -> None:
-    """Raises ConfigurationError if the server's certificate or its CA is not valid now; nobody could connect."""
-    if (tls := server.tls()) is None:
-        return
-    for holder, name in OWN.items():
-        try:
-            start, end = life((tls.directory / name).read_bytes())
-        except (OSError, ValueError):  # `check_security` has said so
-            continue
-        if not start <= time.time() < end:
-            state = "has expired" if end <= time.time() else f"is valid only from {when(start)}"
-            raise ConfigurationError(f"the certificate of the {holder} {state}; {RENEWALS[holder]}")
-
-
-def _check_room(server: ServerSection) -> None:
-    """Raises ConfigurationError if the store's disk or its budget has no room for an upload."""
-    directory = Path(server.store).resolve()
-    with disk_errors(f"reading {directory}"):
-        place = next(item for item in (directory, *directory.parents) if item.exists())
-        free = shutil.disk_usage(place).free
-    if free < server.keep_free_bytes:
-        raise ConfigurationError(
-            f"[server] keep_free_bytes is {readable_bytes(server.keep_free_bytes)}, but {readable_bytes(free)} are "
-            f"free at {place}, so every upload would be refused; free some space, or lower it"
-        )
-    if server.disk_budget_bytes and directory.exists() and (used := bytes_under(directory)) >= server.disk_budget_bytes:
-        raise ConfigurationError(
-            f"[server] disk_budget_bytes is {readable_bytes(server.disk_budget_bytes)}, but the store has "
-            f"{readable_bytes(used)}, so every upload would be refused; raise it, or run `fleetdistill runs prune`"
-        )
+def _raise_first(problems: Sequence[str]) -> None:
+    for problem in problems:
+        raise ConfigurationError(problem)
 
 
 def _check_method(name: str, modules: object) -> None:

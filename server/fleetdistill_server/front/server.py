@@ -33,7 +33,7 @@ from fleetdistill_server.front.grpc_options import channel_options, enrolment_op
 from fleetdistill_server.front.guard import Guard, holder_in, open_guard
 from fleetdistill_server.front.interceptors import RawChunks
 from fleetdistill_server.front.receiving import ENROLMENT_BYTES, MAX_MESSAGE_BYTES
-from fleetdistill_server.front.tls import Ports, add_services, listen_on, log_expired
+from fleetdistill_server.front.tls import Ports, add_services, listen_on, log_not_valid
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.logs import Interruption
 from fleetdistill_server.security.certificates import Role
@@ -145,7 +145,7 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
         ready(ports)
         tasks = [asyncio.create_task(_pass_wakeups(wakeups, service)), asyncio.create_task(_sweep(api, pool))]
         if tls is not None:
-            tasks.append(asyncio.create_task(log_expired(config)))
+            tasks.append(asyncio.create_task(log_not_valid(config)))
         tasks.append(asyncio.create_task(_sweep_forever(directory, pool)))
         tasks.append(asyncio.create_task(_update_health(status, directory, api)))
         tasks.append(asyncio.create_task(_beat_forever(directory / FRONT_FILE)))

@@ -36,8 +36,8 @@ from fleetdistill_server.store.sums import EVERY, Sums
 from fleetdistill_server.store.unsettled import first_needed_round, report_late_answers, settle, settle_until
 from fleetdistill_server.texts import shorten
 
-_OF_A_SUM = "step IN ('secure_keys', 'secure_shares', 'secure_input', 'secure_check', 'secure_unmask')"
-"""Condition on asks of secure sums: keys, boxes, masked numbers, signatures and shares."""
+_OF_A_SUM = """expects LIKE '%"secure_message"%'"""
+"""Condition on asks of secure sums, by the kind of their answers, which all their steps have."""
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,11 @@ def problems(store: Store, directory: Path) -> list[str]:
         server = load_server_config(directory / SERVED_FILE).server
     except ConfigurationError:  # of a server by hand
         return result
-    result += _of_the_disk(server, directory)
+    result += disk_problems(server, directory)
     if server.tls() is not None:
-        from fleetdistill_server.views.certificates import expired  # imports an optional package
+        from fleetdistill_server.views.certificates import not_valid  # imports an optional package
 
-        result += expired(server)
+        result += not_valid(server)
     return result
 
 
@@ -60,16 +60,27 @@ def failed_runs(store: Store) -> list[str]:
     ]
 
 
-def _of_the_disk(server: ServerSection, directory: Path) -> list[str]:
+def disk_problems(server: ServerSection, directory: Path) -> list[str]:
+    """Returns why uploads are refused for want of space, in a sentence; empty if they are not.
+
+    Args:
+        server: Settings of the server.
+        directory: The store's directory; it need not exist.
+
+    Raises:
+        StoreError: The disk cannot be read.
+    """
     keep, budget = server.keep_free_bytes, server.disk_budget_bytes
+    directory = directory.resolve()
     with disk_errors("measuring free disk space"):
-        free = shutil.disk_usage(directory).free
+        place = next(item for item in (directory, *directory.parents) if item.exists())
+        free = shutil.disk_usage(place).free
     if free < keep:
-        text = f"only {readable_bytes(free)} are free on the store's disk, so uploads are refused"
-        return [f"{text}; [server] keep_free_bytes is {readable_bytes(keep)}"]
+        text = f"only {readable_bytes(free)} are free at {place}, so uploads are refused: free some space, or lower"
+        return [f"{text} [server] keep_free_bytes, which is {readable_bytes(keep)}"]
     if budget and (used := bytes_under(directory)) >= budget:
-        text = f"the store has {readable_bytes(used)}, so uploads are refused"
-        return [f"{text}; [server] disk_budget_bytes is {readable_bytes(budget)}"]
+        text = f"the store has {readable_bytes(used)}, so uploads are refused: run `fleetdistill runs prune`, or raise"
+        return [f"{text} [server] disk_budget_bytes, which is {readable_bytes(budget)}"]
     return []
 
 

@@ -23,7 +23,7 @@ from fleetdistill_server.store.location import read_location
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import when
-from fleetdistill_server.views.certificates import OWN, RENEWALS, expiry_of
+from fleetdistill_server.views.certificates import OWN, RENEWALS, validity_of
 from fleetdistill_server.views.health import failed_runs, problems
 from fleetdistill_server.views.runs import TableRow, View, shown_status
 
@@ -140,8 +140,8 @@ def _own_certificates(section: ServerSection, store: Store) -> Iterator[TableRow
     revoked = {revocation.subject.replace(":", "-", 1) for revocation in store.credentials.revocations()}
     files = {holder: tls.directory / name for holder, name in OWN.items()}
     for holder, path in {**files, **{path.parent.name: path for path in people}}.items():
-        if (ends := expiry_of(path)) is not None:
-            row = _certificate(holder, "", ends, SOON_SECONDS)
+        if (valid := validity_of(path)) is not None:
+            row = _certificate(holder, "", valid[1], SOON_SECONDS)
             yield row | {"state": "revoked"} if holder in revoked else row
 
 
