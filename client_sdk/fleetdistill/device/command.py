@@ -33,9 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Arguments after `fleetdistill device`; None for those of this process.
     """
     parser = _parser()
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        for line in given.run(given):
+        for line in options.run(options):
             print(line)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has ended
@@ -81,16 +81,16 @@ def _add_directory(parser: argparse.ArgumentParser) -> None:
 # --- inspect
 
 
-def _inspect(given: argparse.Namespace) -> Iterator[str]:
+def _inspect(options: argparse.Namespace) -> Iterator[str]:
     from fleetdistill.device.inspection import inspect
 
-    result = inspect(given.state_dir)
-    if given.json:
+    result = inspect(options.state_dir)
+    if options.json:
         yield json.dumps({**asdict(result), "totals": asdict(result.ledger.totals)}, indent=1)
         return
     for name, value in _lines(result):
         yield f"{name:<14} {printable(str(value))}"
-    entries = list(result.ledger.entries)[-given.entries :] if given.entries > 0 else []
+    entries = list(result.ledger.entries)[-options.entries :] if options.entries > 0 else []
     for entry in entries:
         columns = ", ".join(sorted({column for part in entry.columns.values() for column in part}))
         about = f"round {entry.round}, {entry.step}" if entry.round else f"{entry.samples} samples"
@@ -137,17 +137,17 @@ def _when(seconds: float) -> str:
 # --- forget
 
 
-def _forget(given: argparse.Namespace) -> Iterator[str]:
+def _forget(options: argparse.Namespace) -> Iterator[str]:
     from fleetdistill.device.inspection import inspect
     from fleetdistill.state.directory import erase_directory
 
-    result = inspect(given.state_dir)
-    _confirm(given, result.device)
+    result = inspect(options.state_dir)
+    _confirm(options, result.device)
     unknown = not result.run and not result.damage and not result.ledger.totals.messages
-    recorded = False if given.local or unknown else _request(given)
-    erase_directory(given.state_dir)
+    recorded = False if options.local or unknown else _request(options)
+    erase_directory(options.state_dir)
     kept = ", but its privacy ledger: releases stay spent" if result.releases else ""
-    yield f"{given.state_dir}: the device is erased{kept}"
+    yield f"{options.state_dir}: the device is erased{kept}"
     if unknown:
         yield "the device has never checked in: no server has its data"
     elif recorded:
@@ -161,16 +161,16 @@ def _forget(given: argparse.Namespace) -> Iterator[str]:
         yield f"the server was not asked; its operator can run: {command}"
 
 
-def _confirm(given: argparse.Namespace, device: str) -> None:
+def _confirm(options: argparse.Namespace, device: str) -> None:
     """Raises ConfigurationError unless the user agrees."""
-    if given.yes:
+    if options.yes:
         return
-    question = f"Erase device {device or 'unknown'} in {given.state_dir.absolute()} permanently? [y/N] "
+    question = f"Erase device {device or 'unknown'} in {options.state_dir.absolute()} permanently? [y/N] "
     if not sys.stdin.isatty() or input(printable(question)).strip().lower() != "y":
         raise ConfigurationError("nothing was erased; answer y, or pass --yes")
 
 
-def _request(given: argparse.Namespace) -> bool:
+def _request(options: argparse.Namespace) -> bool:
     """Asks the server to delete the device's data. Raises LinkError, with advice, if it is unavailable."""
     from fleetdistill.device.arguments import check_transport_security
     from fleetdistill.device.contact import open_link, request_forgetting
@@ -179,16 +179,16 @@ def _request(given: argparse.Namespace) -> bool:
     from fleetdistill.state.directory import Storage
 
     with contextlib.ExitStack() as stack:
-        storage = Storage(given.state_dir)
+        storage = Storage(options.state_dir)
         stack.callback(storage.close)
-        server = given.server or storage.load_identity().get("server")
+        server = options.server or storage.load_identity().get("server")
         if server is None:
             raise ConfigurationError(
-                f"{given.state_dir} names no server; pass --server HOST:PORT, or --local to only erase"
+                f"{options.state_dir} names no server; pass --server HOST:PORT, or --local to only erase"
             )
-        check_transport_security(server, given.insecure, is_enrolled(given.state_dir))
+        check_transport_security(server, options.insecure, is_enrolled(options.state_dir))
         identity = load_identity(storage, "", None)
-        link = open_link(server, None, given.state_dir, identity.device)
+        link = open_link(server, None, options.state_dir, identity.device)
         stack.callback(link.close)
         try:
             return request_forgetting(link, identity)

@@ -288,7 +288,7 @@ def _todo(error: ssl.SSLCertVerificationError, server: str) -> str:
 
 
 def _health(channel: grpc.Channel, server: str) -> Iterator[tuple[str, str]]:
-    call = channel.unary_unary(_HEALTH, lambda given: given, lambda reply: reply)
+    call = channel.unary_unary(_HEALTH, lambda request: request, lambda reply: reply)
     try:
         with errors_of(server):
             status = call(b"", timeout=_SECONDS)
@@ -307,8 +307,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--state", type=Path, required=True, metavar="DIR", help="Device(state_dir=...)")
     parser.add_argument("--server", metavar="HOST:PORT", help="server of the run; by default the app's last one")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args(arguments)
-    return show(examine(given.state, given.server), as_json=given.json)
+    options = parser.parse_args(arguments)
+    return show(examine(options.state, options.server), as_json=options.json)
 
 
 def show(found: Sequence[Finding], *, as_json: bool) -> int:

@@ -29,11 +29,11 @@ def _create(directory: Path, run: NewRun, call: Call) -> RunState:
         set_location(directory, Location.of(run_config(_settings(run.settings, directory)).server))
     store = Store.open(directory)
     try:
-        given, approved = run.settings, frozenset[str]()
+        settings, approved = run.settings, frozenset[str]()
         if run.clone_of:
-            given = clone_settings(store, run.clone_of, _name_of_clone(run.settings), run.changes)
+            settings = clone_settings(store, run.clone_of, _name_of_clone(run.settings), run.changes)
             approved = _data_files(store.run_control.setup(run.clone_of) or {})
-        config = run_config(_settings(given, directory))
+        config = run_config(_settings(settings, directory))
         if run.data_directories is not None:
             _check_places(config, run.data_directories, approved)
         if not is_prepared(store, config):
@@ -56,10 +56,10 @@ def _name_of_clone(settings: Mapping[str, Any]) -> str:
     return name
 
 
-def _settings(given: Any, directory: Path) -> dict[str, Any]:
+def _settings(settings: Any, directory: Path) -> dict[str, Any]:
     """Returns settings with the actual store, which `start_from` refers to."""
-    server = given.get("server", {})
-    return {**given, "server": {**server, "store": str(directory)} if isinstance(server, dict) else server}
+    server = settings.get("server", {})
+    return {**settings, "server": {**server, "store": str(directory)} if isinstance(server, dict) else server}
 
 
 def _data_files(setup: Mapping[str, Any]) -> frozenset[str]:
@@ -93,13 +93,13 @@ def _is_in(file: str, directories: Sequence[Path]) -> bool:
 def main() -> int:
     """Creates the run in the JSON on standard input; prints it as JSON, or prints an error and returns 1."""
     end_with_parent(int(sys.argv[2]))
-    given = json.load(sys.stdin)
-    limit_memory(given["memory"])
+    request = json.load(sys.stdin)
+    limit_memory(request["memory"])
     try:
-        created = _create(Path(sys.argv[1]), NewRun(**given["run"]), Call(**given["call"]))
+        created = _create(Path(sys.argv[1]), NewRun(**request["run"]), Call(**request["call"]))
     except (FleetDistillError, MemoryError, RuntimeError) as error:
         if is_out_of_memory(error) or is_out_of_memory(error.__cause__):
-            limit = f"{given['memory']:,} bytes of memory"
+            limit = f"{request['memory']:,} bytes of memory"
             print(f"the run needs more than {limit} to be checked; use smaller models or data")
         elif isinstance(error, FleetDistillError):
             print(error)

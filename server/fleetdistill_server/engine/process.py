@@ -61,28 +61,28 @@ class _Arguments:
     directory: Path
 
 
-async def _main(given: _Arguments, group: Group | None) -> None:
+async def _main(arguments: _Arguments, group: Group | None) -> None:
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
-    store = Store.open(given.store, patience_seconds=_PATIENCE_SECONDS)
+    store = Store.open(arguments.store, patience_seconds=_PATIENCE_SECONDS)
     try:
-        config = _load(store, given)
-        await _run(store, config, given, group)
+        config = _load(store, arguments)
+        await _run(store, config, arguments, group)
     except asyncio.CancelledError:
         return
     finally:
         store.close()
 
 
-def _load(store: Store, given: _Arguments) -> RunConfig:
+def _load(store: Store, arguments: _Arguments) -> RunConfig:
     """Loads the run.toml; records an error for the run, so that the supervisor can report it."""
     try:
-        return load_run_config(given.config)
+        return load_run_config(arguments.config)
     except ConfigurationError as error:
-        run = _run_of(given.config)
+        run = _run_of(arguments.config)
         if store.runs.get(run) is not None:
             _note_failure(store, run, str(error))
         raise
@@ -93,22 +93,22 @@ def _run_of(config: Path) -> str:
     return str(read_toml(config).get("run", {}).get("name", ""))
 
 
-def _follow(given: _Arguments, group: Group) -> None:
-    store = Store.open(given.store, patience_seconds=_PATIENCE_SECONDS)
+def _follow(arguments: _Arguments, group: Group) -> None:
+    store = Store.open(arguments.store, patience_seconds=_PATIENCE_SECONDS)
     try:
-        follow(group, store, load_run_config(given.config))
+        follow(group, store, load_run_config(arguments.config))
     finally:
         store.close()
 
 
-async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group | None) -> None:
+async def _run(store: Store, config: RunConfig, arguments: _Arguments, group: Group | None) -> None:
     bounds = Bounds(config.server.disk_budget_bytes, config.server.keep_free_bytes)
-    store.blobs.space = DiskSpace(given.store, store.blobs, bounds, lambda: sweep(store))
-    wakeups = Wakeups(given.wakeups, store.database, "engine")
+    store.blobs.space = DiskSpace(arguments.store, store.blobs, bounds, lambda: sweep(store))
+    wakeups = Wakeups(arguments.wakeups, store.database, "engine")
     spans = None
     try:
         spans = open_spans(config.server.traces, "engine")
-        meter, terms = open_meter(config), (given.max_short_rounds, given.directory, group, given.token)
+        meter, terms = open_meter(config), (arguments.max_short_rounds, arguments.directory, group, arguments.token)
         engine = Engine(store, config, measure_waits(wakeups, meter), *terms)
         if spans is not None:
             rounds = RoundSpans(spans, store, config.run.name, config.run.deadline_seconds)
@@ -121,7 +121,7 @@ async def _run(store: Store, config: RunConfig, given: _Arguments, group: Group 
     except (NoSpaceError, StoreUnavailableError):
         raise
     except Exception as error:
-        if why := _why_taken(store, config.run.name, given.token):
+        if why := _why_taken(store, config.run.name, arguments.token):
             logger.info("the engine stops: %s", why, extra=about(run=config.run.name))
             return
         known = isinstance(error, FleetDistillError)
@@ -162,20 +162,22 @@ def main() -> int:
     parser.add_argument("--waits", action="store_true")  # for what it lacks, as its last process said
     parser.add_argument("--log-format", choices=list(LogFormat), default=LogFormat.TEXT)
     parser.add_argument("--log-level", choices=list(LogLevel), default=LogLevel.INFO)
-    given = parser.parse_args()
-    configure("engine", given.log_format, given.log_level)
-    end_with_parent(given.parent)
-    if given.supervisor is not None:
-        end_with(given.supervisor)
+    options = parser.parse_args()
+    configure("engine", options.log_format, options.log_level)
+    end_with_parent(options.parent)
+    if options.supervisor is not None:
+        end_with(options.supervisor)
     allow_open_files()  # averaging maps the payloads of all answers at the same time
     run = ""
     try:
-        store = Path(load_server_config(given.config).server.store)
-        run = _run_of(given.config)
+        store = Path(load_server_config(options.config).server.store)
+        run = _run_of(options.config)
         directory = engine_directory(store, run)
         with disk_errors(f"creating {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
-        arguments = _Arguments(given.config, store, given.wakeups, given.max_short_rounds, given.token, directory)
+        arguments = _Arguments(
+            options.config, store, options.wakeups, options.max_short_rounds, options.token, directory
+        )
         group = Group() if joins() else None
         if group is not None and group.ranks.rank > 0:
             _follow(arguments, group)
@@ -186,7 +188,7 @@ def main() -> int:
         logger.error("the engine stops: %s", error, extra=about(run=run, event=ENGINE_FAILED))
         return EXIT_CONFIGURATION
     except (NoSpaceError, StoreUnavailableError) as error:
-        logger.log(logging.DEBUG if given.waits else logging.WARNING, "%s", error, extra=about(run=run))
+        logger.log(logging.DEBUG if options.waits else logging.WARNING, "%s", error, extra=about(run=run))
         return EXIT_NO_SPACE if isinstance(error, NoSpaceError) else EXIT_STORE_AWAY
     except FleetDistillError as error:  # such as a damaged checkpoint: the message says all
         logger.error("the engine failed: %s", error, extra=about(run=run, event=ENGINE_FAILED))

@@ -160,11 +160,11 @@ class PostgresDatabase(Database):
         return self._open.transaction()
 
     def _execute(self, sql: str, values: tuple[Any, ...]) -> tuple[list[Row], int]:
-        text, given = number_parameters(sql), [_value(value) for value in values]
+        text, parameters = number_parameters(sql), [_value(value) for value in values]
         if self._open is not None:
-            cursor = self._open.execute(text, given)
+            cursor = self._open.execute(text, parameters)
         else:
-            cursor = self._retrying(lambda connection: connection.execute(text, given))
+            cursor = self._retrying(lambda connection: connection.execute(text, parameters))
         return (cursor.fetchall() if cursor.description is not None else []), cursor.rowcount
 
     def _retrying(self, work: Callable[[Connection], T]) -> T:
@@ -209,8 +209,8 @@ def number_parameters(sql: str) -> str:
     return _PLACEHOLDER.sub(lambda found: f"${found[1] or next(numbers)}", sql)
 
 
-def _value(given: Any) -> Any:
+def _value(value: Any) -> Any:
     """Returns a value as PostgreSQL stores it: integers for truth values, texts without NUL."""
-    if isinstance(given, str):
-        return given.replace("\0", "\N{REPLACEMENT CHARACTER}")
-    return int(given) if isinstance(given, bool) else given
+    if isinstance(value, str):
+        return value.replace("\0", "\N{REPLACEMENT CHARACTER}")
+    return int(value) if isinstance(value, bool) else value

@@ -28,11 +28,11 @@ _OPTIONAL = ("classes", *_CLIENTS, "name")
 _EXPECTED = f"give {' and '.join(_WHOLE)}, or {', '.join(_SPLIT)}; classes and {', '.join(_CLIENTS)} are optional"
 
 
-def own_dataset(given: Arrays | tuple[npt.ArrayLike, npt.ArrayLike], name: str = "own-data") -> Dataset:
+def own_dataset(data: Arrays | tuple[npt.ArrayLike, npt.ArrayLike], name: str = "own-data") -> Dataset:
     """Makes a data set from arrays.
 
     Args:
-        given: A pair of inputs `[N, ...]` and labels `[N]`, or a mapping with the keys below. Inputs are floats, which
+        data: A pair of inputs `[N, ...]` and labels `[N]`, or a mapping with the keys below. Inputs are floats, which
             are used unchanged, or uint8, which are divided by 255; images are `[N, channels, height, width]`. Labels
             are integers in [0, number of classes).
 
@@ -48,7 +48,7 @@ def own_dataset(given: Arrays | tuple[npt.ArrayLike, npt.ArrayLike], name: str =
     Raises:
         DataError: An array is missing, or has the wrong shape, type or range.
     """
-    arrays = {key: np.asarray(value) for key, value in _by_name(given).items()}
+    arrays = {key: np.asarray(value) for key, value in _by_name(data).items()}
     _check_keys(arrays)
     if "inputs" in arrays:
         arrays |= _split(arrays.pop("inputs"), arrays.pop("labels"), arrays.get("train_clients"))
@@ -137,12 +137,12 @@ def _clients_of(data: Dataset) -> dict[str, npt.NDArray[Any]]:
     return {key: clients.numpy() for key, clients in known if clients is not None}
 
 
-def _by_name(given: Arrays | tuple[npt.ArrayLike, npt.ArrayLike]) -> Arrays:
-    if isinstance(given, Mapping):
-        return given
-    if isinstance(given, tuple) and len(given) == 2:
-        return dict(zip(_WHOLE, given, strict=True))
-    raise DataError(f"the data set is {type(given).__name__}, expected a name, arrays or a Dataset; {_EXPECTED}")
+def _by_name(data: Arrays | tuple[npt.ArrayLike, npt.ArrayLike]) -> Arrays:
+    if isinstance(data, Mapping):
+        return data
+    if isinstance(data, tuple) and len(data) == 2:
+        return dict(zip(_WHOLE, data, strict=True))
+    raise DataError(f"the data set is {type(data).__name__}, expected a name, arrays or a Dataset; {_EXPECTED}")
 
 
 def _check_keys(arrays: Mapping[str, npt.NDArray[Any]]) -> None:

@@ -36,19 +36,19 @@ def main() -> int:
     parser.add_argument("--server", required=True)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--parent", type=int, help="exit when this process exits; default: the parent process")
-    given = parser.parse_args()
-    log = logging.FileHandler(given.specs.with_suffix(".log"), delay=True)
+    options = parser.parse_args()
+    log = logging.FileHandler(options.specs.with_suffix(".log"), delay=True)
     log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.setLevel(logging.WARNING)
     logging.getLogger("fleetdistill").addHandler(log)
-    specs = [DeviceSpec(**load) for load in json.loads(given.specs.read_text())]
+    specs = [DeviceSpec(**load) for load in json.loads(options.specs.read_text())]
     try:
         import_modules(dict.fromkeys(name for spec in specs for name in spec.modules), "modules")
     except FleetDistillError as error:
         print(error, file=sys.stderr)
         return 1
-    groups = [group for first in range(given.processes) if (group := specs[first :: given.processes])]
-    return run_processes(groups, given.server, os.getppid() if given.parent is None else given.parent)
+    groups = [group for first in range(options.processes) if (group := specs[first :: options.processes])]
+    return run_processes(groups, options.server, os.getppid() if options.parent is None else options.parent)
 
 
 class DeviceProcess:
