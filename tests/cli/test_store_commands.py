@@ -55,7 +55,9 @@ def test_runs_show_prints_the_last_rounds_and_json_all(directory: Path) -> None:
     given = ("runs", "show", RUN, "--store", str(directory))
     said = call(*given)[1]
     assert "rounds_shown: the last 20 of 23; --json prints all" in said
-    assert "rounds (20)" in said
+    table = said[said.index("rounds (20)") :].partition("\n\n")[0]
+    first = [line.split()[:1] for line in table.splitlines()]
+    assert [int(word) for words in first for word in words if word.isdecimal()] == list(range(4, 24))
     shown = json.loads(call(*given, "--json")[1])
     assert [row["round"] for row in shown["rounds"]] == list(range(1, 24))
     assert "rounds_shown" not in shown
@@ -208,6 +210,7 @@ def test_only_a_name_that_a_run_had_is_deleted_twice(directory: Path) -> None:
         assert call("runs", "delete", "digts", *where)[0] == 1
     for _ in range(2):
         assert call("runs", "delete", RUN, *where)[0] == 0
+    assert call("runs", "delete", RUN[:-1], *where)[0] == 1, "the beginning of a name is another name"
 
 
 def test_backup_and_restore(directory: Path, tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.dashboards import dashboard, picture
 
+from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill_console.dashboard.pages import compare, device
 from fleetdistill_server.store.store import Store
 
@@ -81,6 +83,18 @@ def test_an_answer_says_whether_it_is_in_the_result(upload: str | None, told: st
     assert device.ask_cells(ask_of(1, upload))["upload"] == told
 
 
+def test_an_ask_says_why_its_answer_is_missing_or_not_used() -> None:
+    unused = {**ask_of(1, "reported"), "not_used_because": "the round ended without using the answer"}
+    refused = {
+        **ask_of(2, None),
+        "state": "refused",
+        "reason": "refused: the answer has a NaN",
+        "acknowledged_at": None,
+    }
+    reasons = [device.ask_cells(row)["why"] for row in (unused, refused, ask_of(3, "used"))]
+    assert reasons == ["the round ended without using the answer", "refused: the answer has a NaN", ""]
+
+
 def test_the_last_figures_of_runs_are_compared_with_their_units() -> None:
     row = {"method": "fedavg", "status": "running", "completed_rounds": 1_200, "wanted_rounds": 2_000, "devices": 1_500}
     row |= {"test_accuracy": 0.5, "global_accuracy": None, "round_seconds": 61.0}
@@ -151,3 +165,32 @@ def test_runs_are_chosen_and_compared_in_a_browser(tmp_path: Path, page: Any) ->
         page.get_by_role("row", name="run.rounds 10 11 12 13 14").wait_for()
         page.goto(f"{address}/compare?runs=run-0,gone")
         page.get_by_text("There is no run 'gone'").wait_for()
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> Path:
+    """A store with two runs of one round, with figures of one device; made before the browser has its event loop."""
+    store = Store.open(tmp_path / "store")
+    for run, right, loss in (("run-0", 2, 5.0), ("run-1", 3, 3.0)):
+        store.runs.begin(run, {"run": {"name": run, "method": "fedavg", "rounds": 3}})
+        accuracy = Metric(name="accuracy", split="test", sum=right, count=4)
+        figures = [accuracy, Metric(name="loss", split="train", sum=loss, count=4)]
+        store.history.add_figures(run, store.runs.start_round(run, ["a"]), "a", Metrics(metrics=figures))
+        store.runs.close_round(run, 1, b"", [], {})
+    store.close()
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_curves_of_compared_runs_have_their_units(two_runs: Path, page: Any) -> None:
+    with dashboard(two_runs, "--store", "store") as url:
+        page.goto(f"{url}/compare?runs=run-0,run-1")
+        names = []
+        for chart in ("Accuracy", "Training loss"):
+            drawn = page.get_by_role("img", name=re.compile(f"^{chart} by round: run-0.*run-1"))
+            drawn.wait_for()
+            names.append(drawn.get_attribute("aria-label"))
+    assert names == [
+        "Accuracy by round: run-0 50 %, run-1 75 % at 1",
+        "Training loss by round: run-0 1.25 nats, run-1 0.75 nats at 1",
+    ]

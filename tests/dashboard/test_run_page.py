@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import pytest
 from dashboard.dashboard_fleet import SETTINGS, devices_at_work
 from support.dashboards import Watched, dashboard, picture
 from support.served import RUN, served
+
+from fleetdistill_server.store.store import Store
+from fleetdistill_server.store.traffic import Counted
 
 pytestmark = pytest.mark.slow
 
@@ -81,3 +85,48 @@ def test_the_parts_of_a_run_have_its_figures(address: str, tmp_path: Path, page:
         page.get_by_text(f'server=Server("{address}"').wait_for()
         picture(page, "embed")
     assert watched.errors == []
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A store with a run of 1,001 events and compressed bytes; made before the browser has its event loop.
+
+    Up 5 MB became 2 MB, and down 4 MB became 3.5 MB.
+    """
+    store = Store.open(tmp_path / "store")
+    store.runs.begin(RUN, {"run": {"name": RUN, "method": "fedavg", "rounds": 3}})
+    number = store.runs.start_round(RUN, ["a"])
+    for direction, tensor, sent in (("up", 5_000_000, 2_000_000), ("down", 4_000_000, 3_500_000)):
+        counted = Counted(Counter(model_parameters=tensor), Counter(model_parameters=sent))
+        store.history.add_traffic(RUN, number, "a", direction, counted, 0)
+    with store.transaction():
+        for event in range(1001):
+            store.history.add_event(RUN, "late", f"answer {event}")
+    store.runs.close_round(RUN, number, b"", [], {})
+    store.close()
+    return tmp_path
+
+
+def test_more_events_are_shown_once_up_to_a_thousand(stored: Path, page: Any) -> None:
+    with dashboard(stored, "--store", "store") as url:
+        page.goto(f"{url}/runs/{RUN}?tab=events")
+        page.get_by_text("200 of 1,001 events shown").wait_for()
+        more = page.get_by_role("button", name="Show up to 1,000")
+        more.click()
+        page.get_by_text("1,000 of 1,001 events shown").wait_for()
+        assert not more.is_visible(), "there are no more that it could show"
+
+
+def test_the_bytes_that_were_saved_are_those_of_both_directions(stored: Path, page: Any) -> None:
+    with dashboard(stored, "--store", "store") as url:
+        page.goto(f"{url}/runs/{RUN}?tab=data-and-bytes")
+        figures = page.get_by_role("region", name="Bytes by kind").locator("dl div")
+        figures.filter(has_text="MB").first.wait_for()
+        shown = dict(
+            zip(figures.locator("dt").all_text_contents(), figures.locator("dd").all_text_contents(), strict=True)
+        )
+    assert shown == {
+        "Received from devices": "2.00 MB",
+        "Sent to devices": "3.50 MB",
+        "Saved by compression": "3.50 MB",
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ from fleetdistill_console.dashboard.pages.server import sentence, tiles
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.security.certificates import Role
+from fleetdistill_server.service.serve_lock import SERVED_FILE
+from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.runs import View
 
 WELL = {"problems": [], "warnings": [], "serves": True}
@@ -76,6 +79,30 @@ def test_the_figures_of_the_server() -> None:
         "server, in 6 d 0 h",
         "3 d 0 h ago, with 2 payloads missing",
     ]
+
+
+@pytest.fixture
+def large_store(tmp_path: Path) -> Path:
+    """A store of a little more than 3 MB, which may have 9 MB; made before the browser has its event loop."""
+    Store.open(tmp_path / "store").close()
+    (tmp_path / "store" / "blobs" / "more").write_bytes(bytes(3_000_000))
+    limits = "[server]\ndisk_budget_bytes = 9_000_000\nkeep_free_bytes = 7_000_000\n"
+    (tmp_path / "store" / SERVED_FILE).write_text(limits)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_size_of_the_store_is_shown_with_its_limits(large_store: Path, page: Any) -> None:
+    with dashboard(large_store, "--store", "store") as url:
+        page.goto(f"{url}/server")
+        figures = page.get_by_role("region", name="Store and disk").locator("dl div")
+        figures.filter(has_text="of 9.00 MB").first.wait_for()
+        shown = dict(
+            zip(figures.locator("dt").all_text_contents(), figures.locator("dd").all_text_contents(), strict=True)
+        )
+    assert re.fullmatch(r"3\.\d\d MB of 9\.00 MB", shown["Size of the store"])
+    assert shown["Uploads are refused below"] == "7.00 MB"
+    assert (shown["Database"], shown["Payloads"]) == ("SQLite", "files")
 
 
 @pytest.mark.long

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
+from support.processes import python
 from support.secured import make_pki
 
 from fleetdistill.link.credentials import AUTHORITIES
-from fleetdistill_console.metrics.files import clear
+from fleetdistill_console.metrics.files import FilesCollector, clear
 from fleetdistill_console.metrics.machine import MachineCollector
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.security.pki import SERVER
@@ -47,6 +48,19 @@ def test_stopped_process_is_down_and_keeps_its_restart_count(tmp_path: Path) -> 
     assert result["fleetdistill_process_up"] == {(FRONT, ""): 1, (ENGINE, "digits"): 0}
     assert result["fleetdistill_process_restarts_total"] == {(FRONT, ""): 1, (ENGINE, "digits"): 4}
     assert set(result["fleetdistill_process_resident_memory_bytes"]) == {(FRONT, "")}
+
+
+def test_an_engine_that_does_not_run_has_no_phase(tmp_path: Path) -> None:
+    """Its file still says what it did when it ended."""
+    clear(tmp_path)
+    code = "from pathlib import Path; from fleetdistill_console.metrics.engine import EngineMeter; "
+    python(f"{code}EngineMeter(Path({str(tmp_path)!r}), 'digits')")
+    phases = []
+    for pid in (os.getpid(), None):
+        collected(ServerSection(store=str(tmp_path)), [ProcessState(ENGINE, "digits", pid, 0)])
+        samples = [sample for metric in FilesCollector(tmp_path).collect() for sample in metric.samples]
+        phases.append({sample.labels["phase"] for sample in samples if sample.value == 1})
+    assert phases == [{"preparing"}, set()]
 
 
 def test_the_limits_of_the_disk_are_those_of_the_settings(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,8 +22,8 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_console.tracking.follower import Followed, Follower
 from fleetdistill_console.tracking.mlflow_tracker import ENVIRONMENT, MlflowTracker
 from fleetdistill_console.tracking.run_figures import ACCURACY, ALONE, BYTES, points_since, results_in, settings_of
-from fleetdistill_console.tracking.tensorboard_tracker import TensorBoardTracker
-from fleetdistill_console.tracking.tracker import Description, Tracker
+from fleetdistill_console.tracking.tensorboard_tracker import TensorBoardRun, TensorBoardTracker
+from fleetdistill_console.tracking.tracker import Description, RoundPoint, Tracker
 from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
@@ -228,6 +228,15 @@ def test_all_runs_of_a_store_are_followed_unless_one_is_named(store: Store, tmp_
     assert len(list((tmp_path / "events").iterdir())) == 2
 
 
+def test_simulations_of_one_store_are_told_apart_by_their_start(store: Store, tmp_path: Path) -> None:
+    """Simulated time begins at the same moment in each of them."""
+    add_rounds(store, 1)
+    for began in (86_400.0, 172_800.0, 86_400.0):
+        assert to_events(tmp_path, began=began).look()
+    names = sorted(path.name.rpartition("-")[0] for path in (tmp_path / "events").iterdir())
+    assert names == ["digits-19700102-000000", "digits-19700103-000000"]
+
+
 def test_notes_beside_event_files_stay_when_another_is_made(tmp_path: Path) -> None:
     described = Description("0" * 32, RUN, 1000.0)
     run = TensorBoardTracker(tmp_path).open(described)
@@ -249,12 +258,48 @@ def test_a_status_with_another_reason_is_copied(store: Store, tmp_path: Path) ->
     assert said == ["stopped: out of patience", "stopped: by the operator"]
 
 
+@pytest.mark.slow
+def test_the_model_of_a_run_that_is_over_is_exported_once(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failure, as of this run without a model, is not repeated at each start of the server either."""
+    caplog.set_level(logging.INFO, "fleetdistill.server.tracking")
+    add_rounds(store, 2)
+    store.runs.set_status(RUN, RunStatus.FINISHED, "")
+    for _ in range(2):
+        assert to_events(tmp_path).look()
+    assert len([text for text in caplog.messages if "the server's model is not tracked" in text]) == 1
+
+
 def test_a_follower_that_is_stopped_copies_the_last_rounds_first(store: Store, tmp_path: Path) -> None:
     add_rounds(store, 2)
     stopped = threading.Event()
     stopped.set()
     to_events(tmp_path).follow(stopped)
     assert steps_in(directory_of(tmp_path), "accuracy/test") == [1, 2]
+
+
+def test_a_round_that_was_written_in_part_is_completed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by MLflow, to which each figure is a call of its own: it goes away within round 2."""
+    write = TensorBoardRun.write
+
+    def write_each(run: TensorBoardRun, points: Sequence[RoundPoint]) -> None:
+        for point in points:
+            for name, value in point.values.items():
+                write(run, [RoundPoint(point.step, point.at, {name: value})])
+                if (point.step, name) == (2, "round/seconds"):
+                    raise OSError("the tracker is away")
+
+    monkeypatch.setattr(TensorBoardRun, "write", write_each)
+    watching = to_events(tmp_path)
+    copied = []
+    for _ in range(3):
+        add_rounds(store, 1)
+        copied.append(watching.look())
+    assert copied == [True, False, True]
+    assert steps_in(directory_of(tmp_path), "accuracy/test") == [1, 2, 3]
 
 
 # --- MLflow

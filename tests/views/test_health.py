@@ -13,6 +13,8 @@ from fleetdistill_console.dashboard.pages.server import sentence, tiles
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.service import run_changes, serve_lock
+from fleetdistill_server.service.engine_files import engine_directory
+from fleetdistill_server.service.heartbeat import FILE as HEARTBEAT
 from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessFile, ProcessState
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
@@ -73,6 +75,24 @@ def test_a_limit_of_the_disk_that_is_reached_is_a_problem(tmp_path: Path, settin
     store.close()
     assert len(result) == bool(says)
     assert all("so uploads are refused: " in item and item.endswith(says) for item in result)
+
+
+def test_a_run_that_waits_for_an_engine_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two runs, whose engines have sent a heartbeat once, the server's only engine is that of the first."""
+    store, clock = Store.open(tmp_path), [0.0]
+    store.database.now = lambda: clock[0]
+    for run in ("first", "second"):
+        clock[0] += 1
+        store.runs.begin(run, {})
+        store.run_control.set_setup(run, {})
+        store.run_control.activate(run)
+        engine_directory(tmp_path, run).mkdir(parents=True)
+        (engine_directory(tmp_path, run) / HEARTBEAT).touch()
+    monkeypatch.setattr("fleetdistill_server.views.health.SILENT_SECONDS", 0.0)
+    with serve_lock.take(tmp_path, "", 1):
+        (said,) = EngineHealth(tmp_path, store).problems()
+    assert "'first'" in said
+    store.close()
 
 
 def test_a_run_that_failed_is_told_until_it_is_started(tmp_path: Path) -> None:
