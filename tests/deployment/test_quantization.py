@@ -176,6 +176,34 @@ def test_a_file_that_is_too_large_keeps_the_previous_one(tmp_path: Path) -> None
     assert "exported" not in [event.kind for event in events]
 
 
+def test_the_limit_is_that_of_each_file_not_of_the_one_in_use(tmp_path: Path) -> None:
+    """Beside `model.onnx`, a copy of the variant in use, there is a file of each; another one is larger."""
+    settings: dict[str, Any] = {
+        "run": {"method": "classstats", "rounds": 1},
+        "contract": {"classes": 10, "input_shape": [1, 8, 8]},
+    }
+    worker = light_worker((np.random.default_rng(0).random((60, 1, 8, 8), dtype=np.float32), np.arange(60) % 10))
+
+    def files(folder: Path, deployment: Deployment, events: Events) -> dict[str, int]:
+        with (
+            MemoryServer(settings) as server,
+            open_device(
+                server=server.link(), worker=worker, state_dir=folder, deployment=deployment, on_event=events.append
+            ) as device,
+        ):
+            device.run()
+        return {path.name: path.stat().st_size for path in folder.glob("*.onnx")}
+
+    sizes = files(tmp_path / "all", Deployment(), Events())
+    assert sizes.keys() == {"general.onnx", "personal.onnx", "model.onnx"}
+    limit, largest = sizes["model.onnx"], max(sizes.values())
+    assert limit < largest
+    events = Events()
+    assert files(tmp_path / "none", Deployment(max_bytes=limit), events) == {}
+    (event,) = [event for event in events if event.kind == "too-large"]
+    assert event.values == {"bytes": largest, "max_bytes": limit, "version": 1}
+
+
 @pytest.mark.parametrize("opset", [13, 17, 20])
 def test_the_file_has_the_opset_of_the_target(tmp_path: Path, opset: int) -> None:
     device, _ = delivered(tmp_path, deployment=Deployment(opset=opset))

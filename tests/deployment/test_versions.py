@@ -620,12 +620,11 @@ def disagreement(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 INPUTS = np.random.default_rng(5).normal(size=(4000, 4)).astype(np.float32)
 
 
-@pytest.mark.parametrize(("limit", "version"), [(0.0, 1), (0.5, 1), (1.0, 3)])
-def test_model_worse_than_earlier_on_new_data_is_rolled_back(tmp_path: Path, limit: float, version: int) -> None:
-    """The second version is delivered; then the app has data on which only the first one is right."""
+def data_for_the_first(state_dir: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Validation data on which of two versions, which a device has then, only the first one is right."""
     anything = (INPUTS[:60], np.arange(60) % CLASSES)
     device, _ = device_of(
-        tmp_path, range(1, 3), validation_data=anything, deployment=Deployment(keep_versions=3, max_accuracy_drop=1.0)
+        state_dir, range(1, 3), validation_data=anything, deployment=Deployment(keep_versions=3, max_accuracy_drop=1.0)
     )
     with device:
         answers = []
@@ -633,7 +632,13 @@ def test_model_worse_than_earlier_on_new_data_is_rolled_back(tmp_path: Path, lim
             device.step(0)
             answers.append(device.predict(INPUTS))
     differ = disagreement(*answers)
-    validation = (INPUTS[differ], answers[0][differ].argmax(axis=1))
+    return INPUTS[differ], answers[0][differ].argmax(axis=1)
+
+
+@pytest.mark.parametrize(("limit", "version"), [(0.0, 1), (0.5, 1), (1.0, 3)])
+def test_model_worse_than_earlier_on_new_data_is_rolled_back(tmp_path: Path, limit: float, version: int) -> None:
+    """The second version is delivered; then the app has data on which only the first one is right."""
+    validation = data_for_the_first(tmp_path)
     restarted, events = device_of(
         tmp_path,
         range(3, 4),
@@ -646,7 +651,42 @@ def test_model_worse_than_earlier_on_new_data_is_rolled_back(tmp_path: Path, lim
         assert ("rolled-back", 1) in kinds(events) or version == 3
         if version == 1:
             assert_uses(restarted, 1, restarted.predict(BATCH))
-            np.testing.assert_array_equal(restarted.predict(INPUTS[differ]).argmax(axis=1), validation[1])
+            np.testing.assert_array_equal(restarted.predict(validation[0]).argmax(axis=1), validation[1])
+
+
+def test_a_number_is_not_given_again_after_a_roll_back(tmp_path: Path) -> None:
+    """The device returns from the third version to the first by itself, and forgets the others."""
+    validation = data_for_the_first(tmp_path)
+    restarted, _ = device_of(tmp_path, range(3, 4), validation_data=validation, deployment=THREE)
+    with restarted:
+        restarted.step(0)
+        assert restarted.version == 1
+    again, _ = device_of(tmp_path, range(4, 5))
+    with again:
+        again.step(0)
+        assert again.version == 4
+
+
+def test_the_version_that_an_app_has_returned_to_stays_if_worse(tmp_path: Path) -> None:
+    """The app returned to the second of three; then it has data on which only the first one is right."""
+    anything = (INPUTS[:60], np.arange(60) % CLASSES)
+    any_model = Deployment(keep_versions=3, max_accuracy_drop=1.0)
+    device, _ = device_of(tmp_path, range(1, 4), validation_data=anything, deployment=any_model)
+    with device:
+        answers = []
+        for _ in range(3):
+            device.step(0)
+            answers.append(device.predict(INPUTS))
+        assert device.roll_back() == 2
+        device.step(0)
+    differ = disagreement(answers[0], answers[1])
+    validation = (INPUTS[differ], answers[0][differ].argmax(axis=1))
+    restarted, events = device_of(tmp_path, range(4, 5), validation_data=validation, deployment=THREE)
+    with restarted:
+        restarted.step(0)
+        assert restarted.version == 2
+        np.testing.assert_array_equal(restarted.predict(INPUTS), answers[1])
+    assert kinds(events) == []
 
 
 def test_with_a_limit_a_slightly_worse_model_is_delivered(tmp_path: Path) -> None:

@@ -137,6 +137,19 @@ def test_a_kill_after_midnight_gives_no_budget_back(tmp_path: Path) -> None:
     assert killed.exceeded() == "bytes"
 
 
+def test_a_used_up_budget_says_how_long_it_is_to_midnight(tmp_path: Path) -> None:
+    clock = ManualClock(time=MORNING)
+    permission = Permission(Files(tmp_path), clock, None, Budgets(bytes_per_day=100))
+    permission.usage.add("bytes", 100)
+    waits = []
+    for hours in (0, 15):
+        clock.advance(3600.0 * hours)
+        hold = permission.hold()
+        assert hold is not None
+        waits.append((hold.condition, hold.seconds))
+    assert waits == [("bytes_per_day", 16 * 3600.0), ("bytes_per_day", 3600.0)]
+
+
 def test_computing_after_the_last_check_counts(tmp_path: Path) -> None:
     clock, files = ManualClock(time=MORNING), Files(tmp_path)
     permission = Permission(files, clock, None, Budgets(compute_seconds_per_day=10))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from device.sdk_fleet import Fleet, make_device
+from device.sdk_fleet import RUN, Fleet, make_device
 from device.waiting import WaitingLink
 from support.hostile_server import DATA, LyingLink, ask, device_at, model
 from support.processes import PATIENCE_SECONDS, module_path
@@ -26,6 +26,7 @@ from fleetdistill.errors import ConfigurationError, DeviceBusyError, DeviceClose
 from fleetdistill.testing import EventLog, FaultyLink, ManualClock, lost
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.memory_link import MemoryLink
+from fleetdistill_server.store.states import RunStatus
 
 COME_BACK = service_pb2.NextAskResponse(come_back=service_pb2.ComeBack(after_seconds=7, before_seconds=7))
 
@@ -422,3 +423,14 @@ def test_a_wait_for_other_devices_is_an_event_at_each_end(fleet: Fleet, tmp_path
         device.tick()
         assert [event.values for event in events if event.kind in ("waiting", "resumed")] == [{"condition": "work"}] * 2
         assert events.kinds().index("resumed") < events.kinds().index("ask")
+
+
+def test_a_stopped_run_is_told_once_and_is_no_wait_for_work(fleet: Fleet, tmp_path: Path) -> None:
+    events, clock = EventLog(), ManualClock()
+    with make_device(fleet, tmp_path, events, clock=clock) as device:
+        device.tick()
+        fleet.store.runs.set_status(RUN, RunStatus.STOPPED, "the disk is full")
+        for _ in range(3):
+            clock.advance(600)
+            device.tick()
+    assert events.kinds() == ["checked-in", "stopped"]

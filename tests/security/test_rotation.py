@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -139,6 +141,25 @@ def test_failed_renewal_leaves_present_certificate_in_use(store: Store, tmp_path
     start, ends = device_x509.life(first.chain)
     wait_until(lambda: time.time() > ends - (ends - start) / 3, "the renewal's time")
     assert enrolment.current() is first  # the server is away; the certificate is good for another second
+
+
+def test_a_certificate_is_renewed_after_two_thirds_of_its_life(
+    front: SecuredFront,
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "fleetdistill.link.enrolment")
+    enrolment = enrolment_of(front, tmp_path / "state", make_token(store, front))
+    start, ends = device_x509.life(enrolment.current().chain)
+    renewed = []
+    for share in (0.6, 0.7):
+        clock = SimpleNamespace(time=lambda now=start + share * (ends - start): now)
+        monkeypatch.setattr("fleetdistill.link.enrolment.time", clock)
+        enrolment.current()
+        renewed.append("turning: certificate renewed" in caplog.messages)
+    assert renewed == [False, True]
 
 
 def test_early_renewal_gives_same_certificate_and_other_key_none(front: SecuredFront, store: Store) -> None:

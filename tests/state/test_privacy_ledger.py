@@ -19,6 +19,7 @@ from fleetdistill.privacy.accountant import (
 from fleetdistill.state import failpoints
 from fleetdistill.state.files import Files
 from fleetdistill.state.privacy_ledger import PrivacyBudget, PrivacyLedger, fingerprint
+from fleetdistill.state.secure_sessions import SecureSession, SecureSessions
 
 DELTA = 1e-5
 ONE = mu_for(1, DELTA)
@@ -128,6 +129,40 @@ def test_missing_ledger_beside_a_release_does_not_begin_again(tmp_path):
     with pytest.raises(StateError, match=r"privacy\.json is missing, but released\.npz beside it .* restore"):
         PrivacyLedger(Files(tmp_path))
     assert not (tmp_path / "privacy.json").exists()
+
+
+def send_numbers(folder, has_noise):
+    """A device sends its masked numbers in a secure sum."""
+    folder.mkdir()
+    sessions = SecureSessions(Files(folder))
+    session = SecureSession(
+        sid=bytes(32),
+        run="r",
+        round=1,
+        root=bytes(32),
+        numbers=b"",
+        parameters=bytes(44),
+        rows="00",
+        has_noise=has_noise,
+        is_signed=False,
+        began=0.0,
+    )
+    sessions.begin(session)
+    assert PrivacyLedger(Files(folder)).releases == []  # nothing has left yet
+    steps = sessions.steps(session).after("secure_input", "00", "00", members={"secure_input": b"\x0f"})
+    sessions.record(steps)
+    return sessions, session
+
+
+def test_missing_ledger_beside_a_noisy_sum_does_not_begin_again(tmp_path):
+    """The sum must be in it, also once it has ended; one without noise spends nothing."""
+    sessions, session = send_numbers(tmp_path / "noise", has_noise=True)
+    for file in ("secure_steps", "secure_ended"):
+        with pytest.raises(StateError, match=rf"privacy\.json is missing, but {file}\.json beside it .* restore"):
+            PrivacyLedger(Files(tmp_path / "noise"))
+        sessions.end(session, "counted")
+    send_numbers(tmp_path / "none", has_noise=False)
+    assert PrivacyLedger(Files(tmp_path / "none")).releases == []
 
 
 @pytest.mark.parametrize("mu", [-1, 0, math.nan, math.inf])
