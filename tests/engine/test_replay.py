@@ -373,6 +373,20 @@ def test_rounds_that_fall_short_never_end_a_service(caplog: pytest.LogCaptureFix
     ]
 
 
+def test_a_completed_round_ends_what_is_told_of_short_ones() -> None:
+    drive = failing()
+    reasons = []
+
+    def look() -> None:
+        reasons.append(drive.store.runs.existing(RUN).reason)
+        drive.fails = drive.fails and drive.store.runs.short_rounds_in_a_row(RUN) < 3
+
+    drive.on_wait = look
+    run_engine(drive.store, config_for(), drive)
+    assert any(reason.startswith("3 rounds in a row fell short of the quorum; ") for reason in reasons)
+    assert reasons[-1] == ""
+
+
 def test_pauses_between_short_rounds_grow_to_a_bound() -> None:
     drive = failing()
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -343,40 +343,60 @@ def test_the_versions_of_a_round_that_is_over_are_not_kept() -> None:
     assert [row.data_versions for row in fleet.store.runs.rounds(RUN)] == [{}]
 
 
-def test_rounds_that_nobody_answers_come_ever_more_rarely() -> None:
-    """Devices that decline are not asked once more at once, though the round was completed without them."""
+class Lenient(Keeping):
+    """Always has something to ask, and completes a round without answers."""
 
-    class Lenient(Keeping):
-        async def round(self, cohort: Cohort) -> None:
-            async for _ in cohort.ask("train", quorum=0.0):
-                raise AssertionError("nobody answers here")
+    async def round(self, cohort: Cohort) -> None:
+        async for _ in cohort.ask("train", quorum=0.0):
+            pass
 
-    class Declining(Fleet):
-        now = 0.0
-        pauses: dict[int, float]
 
-        async def wait(self, seconds: float = 1.0) -> None:
-            rounds = self.store.runs.rounds(RUN)
-            if self.store.runs.open_round(RUN) is None:
-                self.pauses[len(rounds)] = self.pauses.get(len(rounds), 0.0) + seconds
-                self.now += seconds
-                if len(rounds) == 12:
-                    raise Over
-                if not rounds:
-                    await super().wait()
-                return
+class Declining(Fleet):
+    """Devices that decline all rounds but some; the time passes while the engine pauses.
+
+    Attributes:
+        pauses: Seconds of pause after each round.
+    """
+
+    def __init__(self, rounds: int, answers: Collection[int] = ()) -> None:
+        super().__init__()
+        self.rounds, self.answers = rounds, answers
+        self.now, self.pauses = 0.0, dict[int, float]()
+        self.store.asks.clock = Clock(lambda: self.now, lambda: self.now)
+
+    async def wait(self, seconds: float = 1.0) -> None:
+        rounds = len(self.store.runs.rounds(RUN))
+        if self.store.runs.open_round(RUN) is None:
+            self.pauses[rounds] = self.pauses.get(rounds, 0.0) + seconds
+            self.now += seconds
+            if rounds == self.rounds:
+                raise Over
+            if not rounds:
+                await super().wait()
+        elif rounds in self.answers:
+            await super().wait()
+        else:
             for device in self.store.asks.devices_with_open(RUN):
                 ask = self.store.asks.next_open(RUN, device)
                 assert ask is not None
                 self.store.asks.close(ask.id, "declined")
 
-    fleet = Declining()
-    fleet.pauses = {}
-    fleet.store.asks.clock = Clock(lambda: fleet.now, lambda: fleet.now)
+
+def test_rounds_that_nobody_answers_come_ever_more_rarely() -> None:
+    """Devices that decline are not asked once more at once, though the round was completed without them."""
+    fleet = Declining(12)
     fleet.play(method=Lenient)
     assert fleet.statuses() == ["closed"] * 12
     pauses = [fleet.pauses[number] for number in range(1, 12)]
     assert pauses == pytest.approx([min(0.1 * 2**number, 60.0) for number in range(11)])
+
+
+def test_an_answer_ends_the_pauses_after_unanswered_rounds() -> None:
+    fleet = Declining(7, answers=(3, 4))
+    fleet.play(method=Lenient)
+    assert fleet.statuses() == ["closed"] * 7
+    pauses = [fleet.pauses.get(number, 0.0) for number in range(1, 7)]
+    assert pauses == pytest.approx([0.1, 0.2, 0.0, 0.0, 0.1, 0.2])
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from methods.stale import run_stale_round
+from methods.tiny_context import tiny_context
 
 from fleetdistill.knowledge import Array, ModelParameters
+from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill_server.methods.averaging import TensorMean, WeightedMean, cap
+from fleetdistill_server.methods.fedavg import FedAvgServer
+from fleetdistill_server.testing import always
 
 
 class Taken:
@@ -261,3 +267,23 @@ def test_large_predictions_are_sorted_in_parts_with_same_result(monkeypatch: pyt
     monkeypatch.setattr(torch, "stack", lambda rows: (made := stack(rows), sizes.append(made.numel()))[0])  # type: ignore[func-returns-value]
     torch.testing.assert_close(mean(), whole)
     assert max(sizes) <= 40
+
+
+@pytest.mark.parametrize(("weighting", "expected"), [("uniform", 0.5 / 1.5), ("samples", 0.5 / 3.5)])
+def test_an_answer_to_an_earlier_round_has_half_its_weight(weighting: str, expected: float) -> None:
+    """FedAvg's mean of a model of zeros from 3 samples, and one of ones from 1 sample with a factor of 0.5."""
+    context = tiny_context("digits_linear", classes=10, input_shape=(1, 8, 8))
+    server = FedAvgServer(FedAvgConfig(weighting=weighting), context)
+    initial = server.initial()
+    models = {
+        device: replace(
+            initial, parameters={name: np.full_like(one, value) for name, one in initial.parameters.items()}
+        )
+        for device, value in (("a", 0.0), ("b", 1.0))
+    }
+    members = {
+        device: always({"parameters": models[device]}, samples=samples) for device, samples in (("a", 3), ("b", 1))
+    }
+    run_stale_round(server, members, {"b": 0.5})
+    for parameter in server.model.parameters():
+        assert parameter.detach().numpy() == pytest.approx(expected)

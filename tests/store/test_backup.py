@@ -295,6 +295,18 @@ def test_dying_restore_leaves_no_half_store_and_can_be_repeated(server: Server, 
     everything_is_readable(tmp_path / "restored")
 
 
+def test_a_restore_leaves_nothing_of_an_interrupted_one(server: Server, tmp_path: Path) -> None:
+    Store.open(tmp_path / "empty").close()
+    for store, target in ((server.directory, "backup"), (tmp_path / "empty", "other")):
+        backup(store, tmp_path / target)
+    with failpoints.switched_on("restore.before-rename=error:EIO"), pytest.raises(StoreError, match="a failpoint"):
+        restore(tmp_path / "backup", tmp_path / "restored")
+    assert restore(tmp_path / "other", tmp_path / "restored") == 0
+    restored = Store.open(tmp_path / "restored")
+    assert (restored.runs.names(), list(restored.blobs.held())) == ([], [])
+    restored.close()
+
+
 def damage_a_payload(target: Path) -> str:
     path = max((target / "blobs").rglob("*.safetensors"), key=lambda one: one.stat().st_size)
     path.write_bytes(path.read_bytes()[:-1])

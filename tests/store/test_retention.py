@@ -288,6 +288,14 @@ def test_pruning_by_age_leaves_young_rounds(store: Store) -> None:
     assert readable(store, asked) == [2, 3, 4]
 
 
+def test_pruning_by_age_keeps_old_rounds_that_are_to_be_kept(store: Store) -> None:
+    """Rounds 1 to 3 of four are old enough; of these the newest two are among the three that stay anyway."""
+    asked = play(store, "cccc")
+    store.database.write("UPDATE rounds SET ended_at = ended_at - 86400 * 40 WHERE round < 4")
+    assert prune(store, RUN, keep_rounds=3, older_than_seconds=30 * 86_400.0).rounds == 1
+    assert readable(store, asked) == [2, 3, 4]
+
+
 def test_a_run_that_goes_on_keeps_what_it_needs(store: Store) -> None:
     asked = play(store, "cco")
     with pytest.raises(RunError, match=r"need its newest closed round: set --keep-rounds to at least 1"):
