@@ -167,6 +167,15 @@ def test_device_without_a_part_has_no_accuracy_unless_asked_for(tmp_path: Path) 
     assert reports["sampled"].mean_accuracy_fleet == pytest.approx(np.mean(rates))  # type: ignore[arg-type]
 
 
+def test_alone_is_a_mean_over_the_devices_of_the_fleet_s_mean(tmp_path: Path) -> None:
+    report = simulate(replace(FLEET, method="feddkc", devices=6, rounds=2, with_alone=True, out=tmp_path))
+    alone = {name: float(rates[-1] or 0) for name, rates in report.alone_accuracy_by_round.items()}
+    scored = [alone[device.name] for device in report.devices if device.accuracy_fleet is not None]
+    assert np.mean(scored) != pytest.approx(np.mean(list(alone.values())))  # of all six
+    assert report.mean_accuracy_alone == pytest.approx(np.mean(scored))
+    assert [row.accuracy for row in report.comparison if row.name == "alone"] == [report.mean_accuracy_alone]
+
+
 ONE_KIND: dict[str, Any] = {"devices": 8, "devices_per_round": 2, "train_limit": 240, "predictors": ("space_linear",)}
 """Of eight devices that differ in their rows only, the first one checks in, and some are never made."""
 KINDS = ("fedavg", "feddkc", "feddkd", "feddkd with batch-norm on devices", "dafkd", "fedd2s", "classstats")

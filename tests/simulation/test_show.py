@@ -14,7 +14,7 @@ from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.report.report import write_report
 from fleetdistill_lab.simulation.report.results import FleetReport
 from fleetdistill_lab.simulation.report.table import report_table
-from fleetdistill_lab.simulation.show import show_comparison, show_run
+from fleetdistill_lab.simulation.show import scored_line, show_comparison, show_run, summary_line
 from fleetdistill_lab.simulation.spec.settings import Simulation
 
 FLEET = Simulation(
@@ -63,6 +63,32 @@ def test_elsewhere_all_columns_and_whole_sentences_are_printed(
     assert any("params" in line and "ONNX" in line for line in lines)
     assert "Partition of the data: dirichlet_by_class, alpha 0.5, seed 0" in lines
     assert any(re.search(r" s; the fleet is .* uploads acknowledged, \d+ used$", line) for line in lines)
+
+
+@pytest.mark.parametrize(("fleet", "text"), [(0.525, "2.5 points better"), (0.475, "2.5 points worse")])
+def test_a_gain_or_a_loss_is_told_in_points(report: FleetReport, fleet: float, text: str) -> None:
+    line = summary_line(replace(report, mean_accuracy_alone=0.5, mean_accuracy_fleet=fleet))
+    assert f"; the fleet is on average {text} than devices that train alone; " in line
+
+
+def test_it_is_told_what_was_scored_when_and_on_how_many_rows(report: FleetReport) -> None:
+    """The global model is scored after each round where devices are, too."""
+    lines = [
+        scored_line(
+            replace(
+                report,
+                global_accuracy_by_round=[0.5],
+                scored={"models": models, "every": 3, "rows": rows, "test_rows": 200},
+            )
+        )
+        for models, rows in (("global", 0), ("sampled", 40))
+    ]
+    of_devices = "the models of a round's devices every 3 rounds and at the end, and of all that took part at the end"
+    assert lines == [
+        "Scored (--score global): the global model every 3 rounds and at the end, on 200 test rows",
+        f"Scored (--score sampled): the global model after each round, on 200 test rows; {of_devices}, "
+        "on 40 of the 200 test rows, drawn by class",
+    ]
 
 
 def test_a_large_fleet_has_rows_for_sixty_devices(report: FleetReport) -> None:

@@ -15,7 +15,9 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill_lab import FleetBehaviour, Simulation, read_traces, simulate
 from fleetdistill_lab.simulation import show
 from fleetdistill_lab.simulation.checks import check_settings
+from fleetdistill_lab.simulation.fleet import Interrupted
 from fleetdistill_lab.simulation.folder import saved_simulation
+from fleetdistill_lab.simulation.progress import Progress
 from fleetdistill_lab.simulation.report.simulated_time import (
     SimulatedRound,
     SimulatedTimes,
@@ -83,6 +85,21 @@ def test_device_leaving_after_first_answer_of_round_is_dropped(tmp_path: Path) -
     (only,) = times.rounds
     assert (only.asked, only.answered, only.dropped, only.late) == (3, 2, ["device-2"], [])
     assert (times.devices["device-2"].dropped, times.devices["device-2"].answered) == (1, 0)
+
+
+def test_a_round_that_ctrl_c_leaves_open_drops_no_device(tmp_path: Path) -> None:
+    def interrupt(done: Progress) -> None:
+        if (done.phase, done.completed) == ("fleet", 1):
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted) as interrupted:
+        simulate(replace(FLEET, out=tmp_path / "out"), interrupt)
+    report = interrupted.value.report
+    assert report is not None
+    assert report.simulated_time is not None
+    last = report.simulated_time.rounds[-1]
+    assert (last.round, last.status, last.ended, last.dropped) == (2, "open", None, [])
+    assert report.simulated_time.devices["device-0"].dropped == 0
 
 
 def test_simulation_without_behaviour_reports_no_simulated_time(tmp_path: Path) -> None:
