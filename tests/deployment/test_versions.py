@@ -21,9 +21,11 @@ from support.small_device import SmallWorker
 
 from fleetdistill import Deployment, Device, Eligibility, Event, Predictor, Step
 from fleetdistill.compute import light_worker
+from fleetdistill.compute.torch_compute import TorchCompute
 from fleetdistill.errors import ConfigurationError, DamagedStateError, LinkError, NoRoomError, StateError
 from fleetdistill.replacement import judge
 from fleetdistill.state import failpoints
+from fleetdistill.testing import ManualClock
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.testing import MemoryServer
 
@@ -77,6 +79,75 @@ def test_a_deleted_file_is_exported_again(tmp_path: Path, restarting: bool) -> N
             assert device.step(0) is Step.FINISHED
             assert_uses(device, 2, logits)
         assert [event.kind for event in events].count("exported") == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_a_damaged_file_is_exported_again_at_the_start(tmp_path: Path, damage: str) -> None:
+    device, _ = device_of(tmp_path, range(11, 12))
+    with device:
+        (logits,) = play(device, 1)
+    file = tmp_path / "model.onnx"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data if damage == "flipped" else data[:-1])
+    restarted, _ = device_of(tmp_path, range(0))
+    with restarted:
+        restarted.step(0)
+        assert_uses(restarted, 1, logits)
+
+
+@pytest.mark.parametrize(("error", "kept"), [(OSError(28, "No space left on device"), 0), (ZeroDivisionError(), 1)])
+def test_an_export_that_failed_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kept: int
+) -> None:
+    """After an error of the disk a minute later, after any error at the next start."""
+
+    def fail(*given: Any, **named: Any) -> None:
+        raise error
+
+    clock = ManualClock()
+    device, events = device_of(tmp_path, range(11, 12), clock=clock)
+    with device:
+        with monkeypatch.context() as patch:
+            patch.setattr(TorchCompute, "export", fail)
+            (logits,) = play(device, 1)
+        for seconds in (59, 1):
+            clock.advance(seconds)
+            assert not (tmp_path / "model.onnx").exists()
+            device.step(0)
+        assert (tmp_path / "model.onnx").exists() == (not kept)
+        assert len(events.texts("not-exported")) == 1
+    restarted, _ = device_of(tmp_path, range(0))
+    with restarted:
+        restarted.step(0)
+        assert_uses(restarted, 1, logits)
+
+
+class Away(LyingLink):
+    """A server that does not reply."""
+
+    def check_in(self, identity: Any, profile: Any) -> Any:
+        raise LinkError("the server is away")
+
+
+@pytest.mark.parametrize("kind", ["answered", "delivered"])
+def test_what_was_delivered_before_a_kill_is_used_offline(tmp_path: Path, kind: str) -> None:
+    def die(event: Event) -> None:
+        if event.kind == kind:
+            raise SystemExit
+
+    device, _ = device_of(tmp_path, range(11, 12), on_event=die)
+    with pytest.raises(SystemExit):
+        device.step(0)
+    device.close(leave=False)
+    restarted, events = device_at(Away(), tmp_path, export="round")
+    with restarted:
+        assert restarted.version == 1
+        logits = restarted.predict(BATCH)
+        with pytest.raises(LinkError, match="the server is away"):
+            restarted.step(0)
+        assert_uses(restarted, 1, logits)
+    assert [event.kind for event in events if event.kind in ("delivered", "exported")] == ["delivered", "exported"]
 
 
 # --- roll-back on request

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from device.sdk_fleet import RUN, Fleet, make_device
 from support.forked import forked_device_forget
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 from fleetdistill import Budgets, Deployment
 from fleetdistill.device.command import main
 from fleetdistill.device.inspection import inspect
-from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StateError
+from fleetdistill.errors import ConfigurationError, DeviceClosedError, LinkError, RefusedError, StateError
 from fleetdistill.state.own_files import check_can_be_state, own_files
 from fleetdistill.testing import EventLog, FaultyLink, lost
 from fleetdistill_server.cli.app import app
@@ -172,7 +173,11 @@ def test_the_servers_command_line_lists_the_same_command(used: Path) -> None:
 def test_forgotten_device_erases_itself_and_asks_server(fleet: Fleet, used: Path) -> None:
     device = make_device(fleet, used)
     device.step(0)
+    inputs = np.zeros((1, 4), np.float32)
+    device.predict(inputs)
     assert device.forget() is True
+    with pytest.raises(DeviceClosedError):
+        device.predict(inputs)
     assert contents(used) == {"lock": b""}
     row = fleet.store.devices.get(RUN, "d")
     assert row is not None
@@ -321,6 +326,8 @@ def test_folder_of_other_files_does_not_become_state_directory(fleet: Fleet, tmp
     with pytest.raises(StateError, match="contains 'photos' and 1 more, which is not a device's; pass an"):
         make_device(fleet, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"photos", "thesis.txt"}
+    with pytest.raises(StateError, match=r"thesis.txt' is a file, expected a directory for this device alone"):
+        make_device(fleet, tmp_path / "thesis.txt")
 
 
 @pytest.mark.parametrize("given", ["", " ", 3, None])

@@ -419,6 +419,8 @@ def test_data_that_cannot_work_are_an_error_at_construction(fleet: Fleet, tmp_pa
     with pytest.raises(DataError, match=says):
         make_device(fleet, tmp_path / "d", data=data)
     assert not (tmp_path / "d").exists()
+    with make_device(fleet, tmp_path / "d") as device, pytest.raises(DataError, match=says):
+        device.replace_data(data)
 
 
 def test_errors_of_the_apps_code_name_it(fleet: Fleet, tmp_path: Path) -> None:

@@ -239,6 +239,8 @@ def test_tick_and_run_report_lost_and_returned_contact(tmp_path: Path) -> None:
                     clock.advance(0.25)
         told = [event for event in events if "contact" in event.kind]
         assert [event.kind for event in told] == ["lost-contact", "contact-returned"] * 2
+        kinds = [event.kind for event in events]
+        assert kinds[kinds.index("answered") - 1] == "contact-returned"
         assert all(0 < event.values["seconds"] <= 4 for event in told[1::2])
 
 

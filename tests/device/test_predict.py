@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -44,10 +45,10 @@ def test_every_prediction_is_that_of_exactly_one_delivered_model(tmp_path: Path)
             versions.append(logits_of(device.model))
             np.testing.assert_array_equal(device.predict(BATCH), versions[-1], "the event comes after the swap")
 
-    def predict() -> list[np.ndarray]:
-        result: list[np.ndarray] = []
+    def predict() -> list[tuple[int, np.ndarray, int]]:
+        result: list[tuple[int, np.ndarray, int]] = []
         while not over.wait(0.001) or not result:
-            result.append(device.predict(BATCH))
+            result.append((device.version, device.predict(BATCH), device.version))
         return result
 
     asks = [ask(round=number) for number in range(1, ROUNDS + 1)]
@@ -61,8 +62,9 @@ def test_every_prediction_is_that_of_exactly_one_delivered_model(tmp_path: Path)
         results = [item for each in predicting for item in each.result(PATIENCE_SECONDS)]
     assert len(versions) == ROUNDS + 1
     assert all(np.abs(a - b).max() > 1e-4 for a, b in itertools.pairwise(versions))
-    matches = [sum(np.allclose(result, version, rtol=0, atol=1e-6) for version in versions) for result in results]
-    assert set(matches) == {1}
+    for before, result, after in results:
+        (number,) = [i for i, version in enumerate(versions) if np.allclose(result, version, rtol=0, atol=1e-6)]
+        assert before <= number <= after, "the version changes at the same moment"
 
 
 class Wide(nn.Module):
@@ -134,6 +136,29 @@ def test_logits_come_in_the_type_of_the_inputs(tmp_path: Path) -> None:
         assert (tensor.dtype, tensor.requires_grad) == (torch.float32, False)
         np.testing.assert_array_equal(array, tensor.numpy())
         assert device.predict(BATCH[:0]).shape == (0, CLASSES)
+
+
+ARRAYS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "mirrored": lambda batch: batch[:, ::-1].copy()[:, ::-1],
+    "every second row": lambda batch: np.repeat(batch, 2, axis=0)[::2],
+    "other byte order": lambda batch: batch.astype(">f4"),
+    "other byte order of 8 bytes": lambda batch: batch.astype(">f8"),
+    "long double": lambda batch: batch.astype(np.longdouble),
+    "columns first": np.asfortranarray,
+    "read-only": lambda batch: np.frombuffer(batch.tobytes(), np.float32).reshape(batch.shape),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("form", ARRAYS)
+def test_any_array_of_floats_gives_the_same_logits(tmp_path: Path, form: str) -> None:
+    device, _ = device_at(LyingLink(ask()), tmp_path, export="round")
+    with device:
+        for _ in range(2):  # before and after the delivery
+            np.testing.assert_array_equal(device.predict(ARRAYS[form](BATCH)), device.predict(BATCH))
+            device.run()
+        predictor = Predictor(tmp_path)
+        np.testing.assert_array_equal(predictor.predict(ARRAYS[form](BATCH)), predictor.predict(BATCH))
 
 
 @pytest.mark.parametrize(

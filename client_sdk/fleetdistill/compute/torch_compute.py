@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import textwrap
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -163,15 +164,15 @@ class FrozenModel:
     def __call__(self, inputs: Any) -> Any:
         """Returns logits `[batch, classes]` float32, of the type of the inputs: NumPy array or torch tensor."""
         check_batch(inputs, self._input_shape)
-        given = torch.as_tensor(inputs)
+        batch = inputs if isinstance(inputs, torch.Tensor) else torch.from_numpy(_plain(inputs))
         with torch.no_grad():
             try:
-                logits = self._in_parts(given.to(self._device, self._dtype))
+                logits = self._in_parts(batch.to(self._device, self._dtype))
             except FAULTS as error:
-                shape = list(given.shape)
+                shape = list(batch.shape)
                 reason = str(error).strip().split("\n")[0]
                 raise ModelError(f"the model cannot process a batch of shape {shape}: {reason}") from error
-        made = logits.to(given.device, torch.float32)
+        made = logits.to(batch.device, torch.float32)
         return made if isinstance(inputs, torch.Tensor) else made.numpy()
 
     def _in_parts(self, inputs: Tensor) -> Tensor:
@@ -179,6 +180,12 @@ class FrozenModel:
             return cast(Tensor, self._model(inputs))
         parts = inputs.split(rows_at_once(self._model, self._model, inputs[:2]))
         return torch.cat([self._model(part) for part in parts])
+
+
+def _plain(inputs: np.ndarray) -> np.ndarray:
+    """Returns an array that torch can use without a copy or a warning: positive strides, native order, writeable."""
+    dtype = np.float32 if inputs.dtype.itemsize > 8 else inputs.dtype.newbyteorder("=")
+    return np.require(inputs, dtype, ["C", "W"])
 
 
 class TorchCompute(DeliveringCompute[nn.Module]):
@@ -316,8 +323,11 @@ class TorchCompute(DeliveringCompute[nn.Module]):
                 self._received.load_state_dict(state["received"])
             self._restore_delivered(state["model"], {} if delivered is None else unpack_state(delivered))
         except (RuntimeError, ValueError, KeyError) as error:
-            reason = " ".join(str(error).split())[:300]  # torch lists each tensor on a line of its own
-            raise ModelError(f"the saved state is of another model: {reason}; use a fresh state_dir") from error
+            reason = textwrap.shorten(str(error), 300)  # torch lists each tensor on a line of its own
+            raise ModelError(
+                f"the saved state is of another model: {reason}; use a fresh state_dir. Until its first delivery "
+                "`Predictor` predicts with the files in this one"
+            ) from error
 
     def _restore_delivered(self, first: Any, saved: Mapping[str, Any]) -> None:
         """Restores the delivered variants; before the first delivery the app has the model of the state."""

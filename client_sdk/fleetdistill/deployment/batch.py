@@ -26,7 +26,7 @@ def check_batch(inputs: Any, input_shape: Sequence[int | None] | None) -> None:
     Raises:
         DataError: The inputs are not floats, have another shape than `[samples, *input_shape]`, or are not finite.
     """
-    if not hasattr(inputs, "dtype") or "float" not in str(inputs.dtype):
+    if not _is_of_floats(inputs):
         dtype = getattr(inputs, "dtype", type(inputs).__name__)
         remedy = "scale images like the training data" if hasattr(inputs, "dtype") else "convert with numpy.asarray"
         raise DataError(f"the inputs are {dtype}, expected an array of floats; {remedy}")
@@ -42,6 +42,11 @@ def check_batch(inputs: Any, input_shape: Sequence[int | None] | None) -> None:
     if not bool(finite.all()):
         row = [bool(item.all()) for item in finite].index(False)
         raise DataError(f"the inputs contain NaN or infinite values, first in row {row}")
+
+
+def _is_of_floats(inputs: Any) -> bool:
+    dtype = getattr(inputs, "dtype", None)
+    return getattr(dtype, "kind", "") == "f" or bool(getattr(dtype, "is_floating_point", False))
 
 
 def free_size(input_shape: Sequence[int]) -> list[int | None]:

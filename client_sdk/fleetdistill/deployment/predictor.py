@@ -116,7 +116,8 @@ class Predictor:
         check_name("variant", variant)
         check_integer("threads", threads)
         if not Path(state_dir).is_dir():
-            raise StateError(f"the state directory {state_dir} does not exist; use the device's state_dir")
+            state = "is not a directory" if Path(state_dir).exists() else "does not exist"
+            raise StateError(f"the state directory {state_dir} {state}; use the device's state_dir")
         if not is_installed("onnxruntime"):
             raise ModelError("Predictor requires onnxruntime: pip install 'fleetdistill[light]'")
         self._path = Path(state_dir) / f"{variant}.onnx"

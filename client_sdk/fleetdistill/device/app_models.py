@@ -42,6 +42,7 @@ class Predictions:
         backend: Keeps the compute backend.
         stored_compute: Returns a compute backend with the models of the state directory, or None if there are none.
         own_model: Returns a copy of the app's own model.
+        version: Returns the number of the delivered model in use.
     """
 
     def __init__(
@@ -50,26 +51,46 @@ class Predictions:
         backend: Backend,
         stored_compute: Callable[[], Compute | None],
         own_model: Callable[[], Predict],
+        version: Callable[[], int],
     ) -> None:
         self._parts = parts
         self._backend = backend
         self._stored_compute = stored_compute
         self._own_model = own_model
-        self._model: Predict | None = None
+        self._version = version
+        self._current: tuple[Predict, int] | None = None  # the copy and its version, replaced at the same moment
+
+    @property
+    def version(self) -> int:
+        """Number of the delivered model with which a prediction is made now; 0 before the first delivery."""
+        current = self._current
+        return self._version() if current is None else current[1]
 
     def predict(self, inputs: Any) -> Any:
         """Returns the logits of a batch of inputs; the first call copies the model."""
-        return (self._model or self._copy())(inputs)
+        return (self._current or self._copy())[0](inputs)
 
     def renew(self) -> None:
-        """Copies the delivered model again after it was replaced, if the app predicts at all."""
-        if self._model is not None:
-            self._copy()
+        """Copies the delivered model again after it was replaced, if the app predicts at all.
 
-    def _copy(self) -> Predict:
+        If that fails, predictions go on with the previous copy, and `version` is that of the new model.
+        """
+        if self._current is None:
+            return
+        try:
+            self._copy()
+        except BaseException:
+            self._current = (self._current[0], self._version())
+            raise
+
+    def forget(self) -> None:
+        """Forgets the copy, after the device was erased."""
+        self._current = None
+
+    def _copy(self) -> tuple[Predict, int]:
         with self._parts.lock.held():
-            self._model = self._frozen()
-            return self._model
+            self._current = (self._frozen(), self._version())
+            return self._current
 
     def _frozen(self) -> Predict:
         compute = self._backend.compute

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from fleetdistill.control_flow import CONTROL_FLOW
 from fleetdistill.deployment.settings import Deployment
+from fleetdistill.deployment.stamp import is_complete, stamp
 from fleetdistill.deployment.versions import Version, Versions, link_file
 from fleetdistill.device.app_models import Predictions
 from fleetdistill.device.backend import Backend
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 MODEL_FILE = "model.onnx"
 _STAGING = "export.new"
+_RETRY_SECONDS = 60.0
+"""Seconds after which an export is tried again for which the disk was full or failed."""
 
 
 class Deployer:
@@ -67,7 +71,10 @@ class Deployer:
         self._deployment = deployment
         self._directory = parts.storage.directory
         self.versions = Versions(parts.storage, deployment.keep_versions)
-        self._delivered: Version | None = None  # in use, but not recorded yet
+        unsettled = parts.storage.outbox.pending() is not None  # then a version that is due is not delivered yet
+        self._delivered = None if unsettled else self.versions.due()  # in use, but not recorded yet
+        self._unchecked = True  # whether the files of an earlier process can be damaged
+        self._export_at = 0.0  # when an export that failed is tried again, on the app's clock
         self._not_recorded = 0  # number of the version for which the disk was full; tried again at the next delivery
         self._measured: dict[int, float] = {}  # accuracy of versions on the current validation data, by number
         self._measured_by: Compute | None = None
@@ -122,18 +129,27 @@ class Deployer:
             emit(version, error)
 
     def settle(self) -> None:
-        """Exports and records a delivered version, carries out a roll-back or its end, exports a lost file again."""
-        for settle in (self._settle_due, self._roll_back, self._use_held, self._mark_lost_files, self._settle_due):
+        """Exports and records a delivered version, carries out a roll-back or its end, exports what is missing."""
+        for settle in (self._settle_due, self._roll_back, self._use_held, self._mark_missing_files, self._settle_due):
             with self._survives_full_disk():
                 settle()
 
-    def _mark_lost_files(self) -> None:
-        """Lets the version in use be exported again if one of its files was deleted."""
+    def _mark_missing_files(self) -> None:
+        """Lets the version in use be exported again if a file is missing or damaged, or its export has failed."""
         version = self.versions.in_use()
         if self._deployment.export != "round" or version is None or self.versions.due() is not None:
             return
-        if not all((self._directory / name).exists() for name in version.files):
+        if self._parts.clock.now() >= self._export_at and not self._has_files(version):
             self.versions.mark_due()
+
+    def _has_files(self, version: Version) -> bool:
+        paths = [self._directory / name for name in version.files]
+        if not paths or not all(path.exists() for path in paths):
+            return False
+        if self._unchecked:
+            self._unchecked = False
+            return all(map(is_complete, paths))
+        return True
 
     def replace_requested(self) -> None:
         """Carries out a requested roll-back or its end, without server and data; `settle` exports what it lacks."""
@@ -183,6 +199,7 @@ class Deployer:
         """
         check_may_continue()  # an export cannot be interrupted
         compute = self._ready_compute()
+        self._export_at = math.inf  # if it fails, the next process tries again
         folder = self._directory / _STAGING
         made: tuple[str, ...] = ()
         with self._reports(self._events.emit_not_exported, version):
@@ -192,6 +209,11 @@ class Deployer:
                     folder.mkdir(parents=True)  # a simulated device has no state directory yet
                 report = compute.export(folder / MODEL_FILE, version.round)
                 made = self._deploy(compute, report, folder, version)
+                if made:
+                    self._export_at = 0.0
+            except (OSError, NoRoomError):
+                self._export_at = self._parts.clock.now() + _RETRY_SECONDS
+                raise
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         return made
@@ -235,7 +257,6 @@ class Deployer:
 
     def _complete(self, path: Path, compute: Compute, version: Version) -> float:
         """Quantises a file if the app wants it, adds version and digest; returns the difference of the int8 file."""
-        from fleetdistill.deployment.stamp import stamp
         from fleetdistill.training.onnx_file import doing
 
         metadata = {"version": str(version.number)}

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Self
 from fleetdistill.checked import check_function, check_name, check_number
 from fleetdistill.clock import Clock, SystemClock
 from fleetdistill.control_flow import control_flow_as_errors
-from fleetdistill.data.splits import splits_of
+from fleetdistill.data.samples import check_splits
+from fleetdistill.data.splits import Splits, splits_of
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.device.app_models import AppModels, Predictions
 from fleetdistill.device.arguments import (
@@ -218,8 +219,10 @@ class Device:
             only_private=privacy is not None,
             secure=secure,
         )
-        self._predictions = Predictions(parts, self._backend, self._stored_compute, factory.own_model)
-        self._deployer = Deployer(parts, self._backend, self._check_in.ready_compute, self._predictions, deployment)
+        self._predictions = Predictions(
+            parts, self._backend, self._stored_compute, factory.own_model, lambda: self._deployer.version
+        )
+        self._deployer = Deployer(parts, self._backend, self._check_in.compute_of_app, self._predictions, deployment)
         sender = Sender(parts, self._check_in, self._backend, self._deployer)
         self._handler = AskHandler(
             parts,
@@ -465,7 +468,7 @@ class Device:
 
         A delivery has a higher number than all earlier ones. A roll-back returns to an earlier number.
         """
-        return self._deployer.version
+        return self._predictions.version
 
     def roll_back(self) -> int:
         """Returns to the previous version of the delivered model in the next turn, with the event `rolled-back`.
@@ -514,7 +517,8 @@ class Device:
 
         Work in progress ends with the previous data. An answer without a receipt is settled first, because it was made
         from the previous data. The device keeps its model state, and `model` and `models` stay the same objects. May be
-        called from `on_event`. Invalid data raise DataError in the next turn.
+        called from `on_event`. Data that the constructor would refuse are refused at once; what only reading them shows
+        raises DataError in the next turn.
 
         Args:
             data: New training data, as in `Device(data=...)`. Without it the device reads the data that it has again; a
@@ -522,10 +526,12 @@ class Device:
 
         Raises:
             ConfigurationError: The device has a `worker` and `data` was given.
+            DataError: The data cannot be used.
             DeviceClosedError: The device was closed.
         """
         if data is not None and self._has_worker:
             raise ConfigurationError("replace_data expects no argument with a worker, got new data")
+        check_splits(Splits(data))
         with self._parts.lock.held():
             self._loop.check_open("replace_data")
             self._check_in.replace_data(data)
@@ -599,6 +605,7 @@ class Device:
             sent = self.ledger.totals.messages  # a device that has sent nothing needs no server
             recorded = not sent or request_forgetting(self._parts.link, self._parts.identity)
         self.close(leave=False)
+        self._predictions.forget()
         erase_directory(self._parts.storage.directory)
         return recorded
 

@@ -15,6 +15,7 @@ from fleetdistill.device.probes import Probe, system_probe
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.interruption import Hold
 from fleetdistill.names import is_name
+from fleetdistill.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class Conditions:
         self._eligibility = eligibility
         system = {name: system_probe(name, directory) for name in eligibility.needed()}
         self._probes: Mapping[str, Probe | None] = {**system, **eligibility.probes}
-        self._failed: set[str] = set()  # probes whose exception was logged
+        self._failed: dict[str, str] = {}  # what probes have raised, of which the first is logged
 
     def hold(self, now: datetime) -> Hold | None:
         """Returns the first condition that does not hold at a local time, or None if all hold."""
@@ -125,8 +126,9 @@ class Conditions:
 
     def _reason(self, name: str, value: bool | float | None) -> str:
         if value is None:
-            is_the_apps = name in self._eligibility.probes and name not in self._failed
-            return f"{name} cannot be measured" + (": its probe returned None" if is_the_apps else "")
+            returned = "its probe returned None" if name in self._eligibility.probes else ""
+            why = self._failed.get(name, returned)
+            return f"{name} cannot be measured" + (f": {why}" if why else "")
         if name not in _LIMITS:
             given = "" if isinstance(value, bool) else f": its probe returned {value!r}, expected True or False"
             return "" if value is True else _TEXTS.get(name, f"{name} does not hold") + given
@@ -141,8 +143,8 @@ class Conditions:
             return None if probe is None else probe()
         except Exception as error:
             if name not in self._failed:
-                self._failed.add(name)
                 logger.warning("the probe of %s failed; the condition does not hold", name, exc_info=error)
+            self._failed[name] = f"its probe raised {type(error).__name__}: {printable(str(error))}"
             return None
 
 

@@ -117,13 +117,14 @@ class DeviceLock:
     def _call(self, event: Event) -> None:
         try:
             self.on_event(event)
+            return
         except (Exception, *CONTROL_FLOW) as error:
             logger.exception("on_event failed for the event %r; the device goes on", event.kind)
-            if event.kind == _CALLBACK_FAILED:
-                return
-            text = f"on_event failed for the event {event.kind!r} with {type(error).__name__}: {printable(str(error))}"
-            values = {"event": event.kind, "error": type(error).__name__}
-            self.emit(Event("callback-failed", event.round, text, values, event.rounds))
+            kind, what = type(error).__name__, printable(str(error))
+        if event.kind != _CALLBACK_FAILED:
+            text = f"on_event failed for the event {event.kind!r} with {kind}: {what}"
+            values = {"event": event.kind, "error": kind}
+            self.emit(Event(_CALLBACK_FAILED, event.round, text, values, event.rounds))
 
 
 class Events:
@@ -232,12 +233,16 @@ class Events:
     def emit_not_exported(self, version: Version, error: BaseException) -> None:
         """Emits and logs that a delivered model could not be written as ONNX."""
         text = f"version {version.number} of the model could not be exported: {_describe(error)}"
-        text += "; the previous file remains, and the next delivery tries again"
+        text += (
+            "; the previous file remains. Tried again at the next delivery, at the next start, and in a minute if it "
+        )
+        text += "was an error of the disk"
         self.emit("not-exported", version.round, text, self._noted(version, error))
 
     def _noted(self, version: Version, error: BaseException) -> dict[str, Any]:
         """Logs the traceback of a failure; returns the values of its event."""
-        logger.warning("%s: a copy, a record or an export of the model failed", self._device_id, exc_info=error)
+        known = isinstance(error, (FleetDistillError, OSError))
+        logger.warning("%s: a copy, a record or an export failed", self._device_id, exc_info=None if known else error)
         return {"version": version.number, "error": type(error).__name__}
 
     def emit_failed(self, error: BaseException) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from fleetdistill.device.backend import Backend
 from fleetdistill.device.check_in import CheckIn
@@ -54,7 +54,9 @@ class Sender:
         self._backend = backend
         self._deployer = deployer
 
-    def settle(self, pending: Pending, terms: service_pb2.CheckInResponse) -> bool:
+    def settle(
+        self, pending: Pending, terms: service_pb2.CheckInResponse, on_reply: Callable[[], None] = lambda: None
+    ) -> bool:
         """Sends the answer in the outbox until it is acknowledged or refused, then commits or drops it.
 
         The outcome is stored first and kept until its events are emitted, so the app gets each event at least once.
@@ -62,6 +64,7 @@ class Sender:
         Args:
             pending: The answer.
             terms: The server's reply to the check-in.
+            on_reply: Called when the server has decided, before the events.
 
         Returns:
             Whether the server has acknowledged the answer.
@@ -71,6 +74,7 @@ class Sender:
             RefusedError: The server refuses this device.
         """
         outcome = self._send_until_decided(pending, terms)
+        on_reply()
         try:
             self._commit(outcome)
         except NoRoomError as full:

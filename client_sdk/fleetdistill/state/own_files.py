@@ -59,9 +59,11 @@ def check_can_be_state(directory: Path) -> None:
     """Checks that a directory is missing, has been used by a device, or contains nothing else.
 
     Raises:
-        StateError: The directory contains other files, and no device.
+        StateError: The directory contains other files, and no device, or it is a file.
     """
     with disk_errors(directory):
+        if directory.exists() and not directory.is_dir():
+            raise StateError(f"state_dir {str(directory)!r} is a file, expected a directory for this device alone")
         if not directory.is_dir() or (directory / DEVICE).exists():
             return
         foreign = sorted(path.name for path in directory.iterdir() if not _is_expected(directory, path))

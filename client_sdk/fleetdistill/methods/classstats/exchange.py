@@ -123,7 +123,7 @@ def _faulty_space(what: str) -> WireError:
 
 def check_images(inputs: Array, input_shape: tuple[int, ...]) -> None:
     """Raises DataError for inputs that are not images for scattering: `[channels, height, width]` in [0, 1]."""
-    remedy = "set features = 'model' with an extractor of your own, or 'identity' for vectors"
+    remedy = "the operator can set features = 'model' with an extractor, or 'identity' for vectors"
     if len(input_shape) != 3 or min(input_shape[1:]) < SMALLEST_SIDE:
         text = f"scattering needs images of at least {SMALLEST_SIDE} pixels a side, got inputs {list(input_shape)}"
         raise DataError(f"{text}; {remedy}")
