@@ -256,7 +256,7 @@ def test_a_store_beyond_its_budget_is_told(tmp_path: Path) -> None:
     (tmp_path / "store" / "file").write_bytes(bytes(2000))
     code, said = check(write(tmp_path, server_disk_budget_bytes=1000))
     assert (code, len(said)) == (1, 1)
-    assert said[0].startswith("error: the store has 2.0 kB, so uploads are refused: run `fleetdistill runs prune`")
+    assert said[0].startswith("error: the store has 2.0 kB, so uploads are refused: run `fleetdistill runs prune RUN`")
     assert said[0].endswith("or raise [server] disk_budget_bytes, which is 1.0 kB")
 
 

@@ -11,6 +11,8 @@ from typer.testing import CliRunner, Result
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.intake.operator_log import local_user
 from fleetdistill_server.service import serve_lock
+from fleetdistill_server.store.states import RunStatus
+from fleetdistill_server.store.store import Store
 
 RUN = """
 [run]
@@ -44,6 +46,25 @@ def test_a_new_store_is_named_and_a_known_one_is_not(folder: Path) -> None:
     assert runs("create", "run.toml").stdout == "run 'digits' is created in the new store fleetdistill-store\n"
     assert "new store" not in runs("create", "run.toml").stdout
     assert "in the new store mine" in runs("create", "run.toml", "--store", "mine").stdout
+
+
+def test_creating_a_run_again_tells_what_has_changed(folder: Path) -> None:
+    runs("create", "run.toml")
+    assert runs("create", "run.toml").stdout == "run 'digits' exists already with these settings, and is created\n"
+    runs("start", "digits")
+    (folder / "run.toml").write_text(RUN.replace("rounds = 3", "rounds = 5\nmin_devices = 4"))
+    said = runs("create", "run.toml").stdout
+    assert said == (
+        "run 'digits' has new settings (run.min_devices was 2, is 4; run.rounds was 3, is 5), and is started. Its "
+        "engine reads them at its next start: `fleetdistill runs pause digits`, then `fleetdistill runs start digits`\n"
+    )
+    store = Store.open(folder / "fleetdistill-store")
+    store.runs.set_status("digits", RunStatus.FINISHED, "5 rounds completed")
+    store.close()
+    (folder / "run.toml").write_text(RUN.replace("rounds = 3", "rounds = 7\nmin_devices = 4"))
+    assert runs("create", "run.toml").stdout == (
+        "run 'digits' has new settings (run.rounds was 5, is 7), and is stopped: finished, and now has 7 rounds\n"
+    )
 
 
 def test_a_run_that_no_server_works_on_is_started_with_a_warning(folder: Path) -> None:

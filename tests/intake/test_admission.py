@@ -97,7 +97,7 @@ def test_an_empty_run_name_means_the_only_run(fleet: Fleet) -> None:
 
 def test_a_run_that_is_unknown_or_still_prepared_is_refused(fleet: Fleet) -> None:
     fleet.store.runs.begin("soon", {})
-    others = f"; set Server(run=...), or use a state directory, of one of: {RUN}, soon"
+    others = f", only {RUN}, soon; set Server(run=...) to one of these, with its own state directory"
     for run, code, text in (
         ("other", Code.UNKNOWN_RUN, f"the server has no run 'other'{others}"),
         ("soon", Code.NOT_READY, "run 'soon' is being prepared"),

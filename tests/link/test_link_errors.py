@@ -158,7 +158,8 @@ TLS = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1
         ("last error: UNKNOWN: ipv4:192.0.2.1:1: Connection timed out", "the connection timed out"),
         ("last error: UNKNOWN: ipv4:192.0.2.1:1: tcp handshaker shutdown", "the connection timed out"),
         ("last error: UNKNOWN: ipv4:192.0.2.1:1: Timeout occurred: FD Shutdown", "the connection timed out"),
-        ("ipv4:192.0.2.1:1: Handshake read failed (Endpoint closing)", "the TLS handshake failed"),
+        ("ipv4:192.0.2.1:1: Handshake read failed (Endpoint closing)", "answers no TLS handshake; check the port"),
+        ("ipv4:192.0.2.1:1: Handshake read failed (Socket closed)", "the TLS handshake failed"),
         (TLS + "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: WRONG_VERSION_NUMBER", "the TLS handshake failed"),
         (TLS + "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED", "not from a trusted CA"),
         (TLS + "SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED: certificate has expired", "its certificate has expired"),
@@ -166,8 +167,10 @@ TLS = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1
     ],
 )
 def test_details_that_take_a_network_to_provoke(details: str, says: str) -> None:
-    with pytest.raises(LinkError, match=says), errors_of("fleet.example.org:1"):
+    with pytest.raises(LinkError, match=says) as caught, errors_of("fleet.example.org:1"):
         raise Unavailable(details)
+    assert type(caught.value) is LinkError
+    assert caught.value.__cause__ is None, "gRPC's own error would stand before it in an app's traceback"
 
 
 @pytest.mark.long  # gRPC tries for 20 seconds

@@ -81,13 +81,13 @@ class Copier:
 def test_a_directory_that_is_not_empty_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(ConfigurationError, match="not an empty directory"):
-        OperatorClient("server", Copier()).back_up(tmp_path)
+        OperatorClient("server", Copier(), tmp_path).back_up(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../evil", "backup/../../evil", "/etc/passwd", "backup/blobs/aa/short.safetensors"])
 def test_files_outside_a_backup_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(LinkError, match="not part of a backup"):
-        OperatorClient("server", Copier(Part(path=name, data=b"x"))).back_up(tmp_path / "copy")
+        OperatorClient("server", Copier(Part(path=name, data=b"x")), tmp_path).back_up(tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
     assert not (tmp_path / "evil").exists()
 

@@ -284,11 +284,28 @@ def test_an_operator_works_over_the_network_and_a_viewer_looks(tmp_path: Path) -
         assert "viewer 'vera' may not revoke a device; an operator may" in error_of("devices", "revoke", "d1", *vera)
         assert "viewer 'vera' may not create enrolment tokens" in error_of("enrol", *vera)
         assert done("devices", "revoke", "d1", "--reason", "far away", *olga) == "device 'd1' is revoked\n"
+        unknown = fleetdistill("devices", "revoke", "d1-typo", *olga)
+        assert "device 'd1-typo' has never enrolled or checked in, and is revoked anyway" in unknown.stderr
+        stranger = fleetdistill("pki", "revoke", "--role", "viewer", "--name", "vear", *olga)
+        assert "the server's PKI contains no identity of viewer 'vear'" in stranger.stderr
+        revoked = "device 'd1' was revoked, which is permanent; use another name"
+        assert revoked in error_of("enrol", "--device", "d1", *olga)
+        issue = ("pki", "issue", "--role", "viewer", "--name", "vear", "--pki", tmp_path / "pki")
+        assert "viewer 'vear' was revoked" in error_of(*issue, "--store", tmp_path / "store")
         token = read_token(done("enrol", "--expires", "1m", *olga).strip())
         assert token.port == front.enrol_port
         assert "there is no run 'nope'" in error_of("runs", "show", "nope", *olga)
         assert "count is 0" in error_of("enrol", "--count", "0", *olga)
-    assert [revocation.reason for revocation in store.credentials.revocations()] == ["far away"]
+        rotate_authority(tmp_path / "pki")
+        forget_old_authority(tmp_path / "pki")
+        not_admitted = f"but accepts connections: it may not admit the certificate in {tmp_path / 'olga'} any more"
+        assert not_admitted in error_of("runs", "list", *olga)
+        assert not_admitted in error_of("health", olga[1], *olga[2:])
+    assert {revocation.subject: revocation.reason for revocation in store.credentials.revocations()} == {
+        "device:d1": "far away",
+        "device:d1-typo": "",
+        "viewer:vear": "",
+    }
     assert "cannot be reached" in error_of("runs", "list", *olga)
     store.close()
 

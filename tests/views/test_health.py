@@ -59,7 +59,7 @@ def test_a_process_that_does_not_run_is_a_problem(
         ("keep_free_bytes = 0\ndisk_budget_bytes = 1000000000000", ""),
         (
             "keep_free_bytes = 0\ndisk_budget_bytes = 1000",
-            "`fleetdistill runs prune`, or raise [server] disk_budget_bytes, which is 1.0 kB",
+            "`fleetdistill runs prune RUN`, or raise [server] disk_budget_bytes, which is 1.0 kB",
         ),
         (
             "keep_free_bytes = 1000000000000000000",

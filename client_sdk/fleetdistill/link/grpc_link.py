@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
@@ -269,8 +270,11 @@ class GrpcLink:
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         try:
-            with errors_of(self._server):
+            with _translated(self._server):
                 yield
+        except _NotAdmitted as error:
+            self._check_tls(error)
+            raise LinkError(str(error)) from None
         except LinkError as error:
             self._check_tls(error)
             raise
@@ -317,12 +321,30 @@ class _NotAdmitted(LinkError):
 
 
 @contextlib.contextmanager
-def errors_of(server: str) -> Iterator[None]:
-    """Converts gRPC exceptions raised in the block to `LinkError` or `RefusedError`."""
+def errors_of(server: str, identity: Path | None = None) -> Iterator[None]:
+    """Converts gRPC exceptions raised in the block to `LinkError` or `RefusedError`.
+
+    Args:
+        server: `"host:port"` of the server.
+        identity: Directory with the certificate of the caller, a person.
+    """
+    try:
+        with _translated(server):
+            yield
+    except _NotAdmitted as error:
+        text = str(error)
+        if identity is not None and not error.has_reason and accepts_tls(server):
+            text += f", but accepts connections: it may not admit the certificate in {identity} any more, for example "
+            text += "after a change of its CA. Ask its operator for a new one of `fleetdistill pki issue`"
+        raise LinkError(text) from None
+
+
+@contextlib.contextmanager
+def _translated(server: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise _translate(error, server) from error
+        raise _translate(error, server) from None  # the message has what gRPC says; its lines help no app
     except grpc.FutureCancelledError as error:
         raise LinkError("the call was cancelled") from error
     except ValueError as error:  # raised by grpc for a closed channel
@@ -379,6 +401,9 @@ _REASONS = {
     "SETTINGS frame|HTTP/2|http1": (
         "what listens on this port does not answer as a gRPC server in plain text; check the port, and whether the "
         "server requires TLS"
+    ),
+    r"Handshake read failed \(Endpoint closing\)": (
+        "it accepts connections, but answers no TLS handshake; check the port, and the server's log and load"
     ),
     "tcp handshaker shutdown": _TIMED_OUT,  # what gRPC says of a connection that nobody answers
     "SSL_ERROR|[Hh]andshake|WRONG_VERSION_NUMBER|TSI_": (

@@ -54,15 +54,15 @@ def devices_revoke(
     """Revokes a device permanently, from its next call. Example: fleetdistill devices revoke camera-7"""
     if server is not None:
         with connect(server, identity) as remote:
-            changed = remote.revoke(device, reason)
+            revoked = remote.revoke(device, reason)
     else:
-        opened = open_store(store)
+        open_store(store)
         warn_without_server(store)
-        if not opened.credentials.has_device(device):
-            text = f"device {device!r} has never enrolled or checked in; the device is revoked anyway. Check the id"
-            typer.echo(f"warning: {text}", err=True)
-        changed = LocalStore(store).revoke(device, reason)
-    typer.echo(f"device {device!r} {'is revoked' if changed else 'was already revoked'}")
+        revoked = LocalStore(store).revoke(device, reason)
+    if not revoked.known:
+        text = f"device {device!r} has never enrolled or checked in, and is revoked anyway, permanently. Check the id"
+        typer.echo(f"warning: {text}", err=True)
+    typer.echo(f"device {device!r} {'is revoked' if revoked.changed else 'was already revoked'}")
 
 
 @devices_app.command("forget")

@@ -228,7 +228,7 @@ class RevokeButton:
             "The device is refused from its next call, in every run, and its id can never be used again. Answers that "
             "it has sent stay in the runs. This cannot be undone.",
             "Revoke the device",
-            lambda source: source.revoke(self._device, str(reason.value or "")),
+            lambda source: source.revoke(self._device, str(reason.value or "")).changed,
             self._told,
         )
         asked.warn()

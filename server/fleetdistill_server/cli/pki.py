@@ -30,7 +30,13 @@ from fleetdistill_server.security.pki import (
     make_authority,
     rotate_authority,
 )
-from fleetdistill_server.security.revocation import check_rotation, is_last_operator, shut_out
+from fleetdistill_server.security.revocation import (
+    check_not_revoked,
+    check_rotation,
+    has_person,
+    is_last_operator,
+    shut_out,
+)
 from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.operator_calls import Outcome
@@ -74,9 +80,12 @@ def pki_issue(
     pki: PkiOption = DEFAULT_PKI,
     days: Annotated[float, typer.Option(help="Validity of the certificate in days.")] = PERSON_DAYS,
     out: Annotated[Path | None, typer.Option(help="Output directory; default: PKI/ROLE-NAME.")] = None,
+    store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Creates an identity for an operator or viewer. Example: fleetdistill pki issue --role viewer --name alice"""
     folder = out or _folder(pki, role, name)
+    if has_store(store):
+        check_not_revoked(open_store(store), role, name)
     if (folder / IDENTITY).exists():
         raise ConfigurationError(
             f"{folder} already contains an identity; choose another directory with --out, or delete this one. Its "
@@ -161,7 +170,8 @@ def pki_revoke(
         raise ConfigurationError(f"--name is {name!r}, must be {NAME_RULE}")
     if server is not None:
         with connect(server, identity) as remote:
-            changed = remote.revoke_person(role, name, reason, own=yes)
+            revoked = remote.revoke_person(role, name, reason, own=yes)
+        known = revoked.known
     else:
         warn_without_server(store)
         opened = open_store(store)
@@ -170,12 +180,14 @@ def pki_revoke(
                 f"{name!r} is the last operator in {pki} who is not revoked; create another one with "
                 "`fleetdistill pki issue --role operator`, or confirm with --yes"
             )
-        changed = LocalStore(store).revoke_person(role, name, reason)
-    typer.echo(f"{role} {name!r} {'is revoked' if changed else 'was already revoked'}")
-    if server is None and not (_folder(pki, role, name) / IDENTITY).exists():
+        revoked = LocalStore(store).revoke_person(role, name, reason)
+        known = has_person(pki, role, name)
+    typer.echo(f"{role} {name!r} {'is revoked' if revoked.changed else 'was already revoked'}")
+    if not known:
+        place = pki if server is None else "the server's PKI"
         typer.echo(
-            f"warning: {pki} contains no identity of {role} {name!r}, which may have been issued with --out; the name "
-            "is revoked anyway. Check the name",
+            f"warning: {place} contains no identity of {role} {name!r}, which may have been issued with --out; the "
+            "name is revoked anyway, permanently. Check the name",
             err=True,
         )
 

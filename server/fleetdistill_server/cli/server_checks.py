@@ -183,7 +183,7 @@ def _disk(server: ServerSection) -> Found:
         raise StoreError(f"{directory} cannot be read: {in_words(error)}") from error
     keep, budget = server.keep_free_bytes, server.disk_budget_bytes
     text = f"{readable_bytes(free)} are free at {place}, the store has {readable_bytes(used)}"
-    prune = "or run `fleetdistill runs prune`"
+    prune = "or run `fleetdistill runs prune RUN`"
     if free < keep:
         limit = f"[server] keep_free_bytes = {readable_bytes(keep)}"
         yield ERROR, f"{text}; uploads are refused below {limit}. Free some space, {prune}"

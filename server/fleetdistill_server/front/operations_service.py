@@ -30,7 +30,7 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.operator_log import OperatorLog
 from fleetdistill_server.security.certificates import Holder
 from fleetdistill_server.security.pki import Authority
-from fleetdistill_server.security.revocation import revoke_device, revoke_person
+from fleetdistill_server.security.revocation import Revoked, has_person, revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens, token_bytes
 from fleetdistill_server.service.run_changes import RunState
 from fleetdistill_server.service.wakeups import POLL_SECONDS
@@ -124,7 +124,8 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
             context,
             partial(self._log.commit, call, partial(_revoke_person, request, holder_in(context)), Outcome),
         )
-        return operations_pb2.RevokePersonResponse(changed=changed)
+        known = has_person(self._pki, request.role, request.name)
+        return operations_pb2.RevokePersonResponse(changed=changed, known=known)
 
     async def RevokeDevice(
         self, request: operations_pb2.RevokeDeviceRequest, context: Any
@@ -239,8 +240,8 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
             return read(self._store, self._directory, query)
 
     def _revoke(self, request: operations_pb2.RevokeDeviceRequest, call: Call) -> operations_pb2.RevokeDeviceResponse:
-        changed = self._log.commit(call, partial(_revoke_device, request), Outcome)
-        return operations_pb2.RevokeDeviceResponse(changed=changed)
+        revoked = self._log.commit(call, partial(_revoke_device, request), lambda done: Outcome(done.changed))
+        return operations_pb2.RevokeDeviceResponse(changed=revoked.changed, known=revoked.known)
 
     def _create(self, request: operations_pb2.CreateTokensRequest, call: Call) -> operations_pb2.CreateTokensResponse:
         authority = Authority(self._pki)
@@ -340,7 +341,7 @@ def pages(messages: Iterable[T], max_bytes: int, most: int = MAX_CHANGES) -> Ite
         yield page
 
 
-def _revoke_device(request: operations_pb2.RevokeDeviceRequest, store: Store) -> bool:
+def _revoke_device(request: operations_pb2.RevokeDeviceRequest, store: Store) -> Revoked:
     with _bad_message():
         return revoke_device(store, request.device, request.reason)
 

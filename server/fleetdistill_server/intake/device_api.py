@@ -240,7 +240,8 @@ class DeviceApi:
 def _wait_for_restart(reason: str, seconds: float) -> service_pb2.NextAskResponse:
     """Returns a request to wait, for devices of a stopped run, because the operator may restart the run."""
     come_back = service_pb2.ComeBack(after_seconds=seconds, before_seconds=2 * seconds)
-    come_back.reason = f"the run is stopped until its operator restarts it: {reason}"[:_MAX_SENTENCE]
+    what = reason.partition(": ")[0]  # what follows is for operators, and can name files of the server
+    come_back.reason = f"the run is stopped until its operator restarts it: {what}"[:_MAX_SENTENCE]
     return service_pb2.NextAskResponse(come_back=come_back)
 
 

@@ -262,8 +262,10 @@ class Sessions:
 
 def unknown_run(run: str, others: Sequence[str] = ()) -> RefusedError:
     """Returns the error for a run that does not exist, with up to ten that a device may name instead."""
-    remedy = f"; set Server(run=...), or use a state directory, of one of: {', '.join(others[:10])}" if others else ""
-    return RefusedError(Code.UNKNOWN_RUN, f"the server has no run {run!r}{remedy}")
+    text = f"the server has no run {run!r}"
+    if others:
+        text += f", only {', '.join(others[:10])}; set Server(run=...) to one of these, with its own state directory"
+    return RefusedError(Code.UNKNOWN_RUN, text)
 
 
 def id_taken(device: str) -> RefusedError:

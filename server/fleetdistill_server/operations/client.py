@@ -31,6 +31,7 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
 from fleetdistill_server.operations.source import Exported, LocalStore, Source
 from fleetdistill_server.security.certificates import holder_of
+from fleetdistill_server.security.revocation import Revoked
 from fleetdistill_server.security.tokens import MAX_TOKENS
 from fleetdistill_server.service.creation import CREATION_SECONDS, NewRun
 from fleetdistill_server.service.run_changes import RunState
@@ -67,8 +68,9 @@ class OperatorClient(Source):
 
     is_remote = True
 
-    def __init__(self, server: str, stub: Any) -> None:
+    def __init__(self, server: str, stub: Any, identity: Path) -> None:
         self.name = self._server = server
+        self._identity = identity
         self._stub = stub
 
     def read(self, query: Query) -> View:
@@ -77,35 +79,36 @@ class OperatorClient(Source):
             **{name: value for name, value in asdict(query).items() if value is not None}
         )
         method = "ReadForOperators" if query.view in FOR_OPERATORS else "Read"
-        with errors_of(self._server):
+        with errors_of(self._server, self._identity):
             return _join(getattr(self._stub, method)(request, timeout=READ_SECONDS))
 
     def follow(self, name: str) -> Iterator[list[TableRow]]:
         """Yields the changes in a run until it ends, like `watch.follow`."""
-        with errors_of(self._server):
+        with errors_of(self._server, self._identity):
             for answer in self._stub.WatchRun(operations_pb2.WatchRunRequest(run=name)):
                 result = [(change.WhichOneof("change"), change) for change in answer.changes]
                 # A newer server may send kinds of changes that this version does not support.
                 yield [{"kind": kind, **_row(getattr(one, kind))} for kind, one in result if kind]
 
-    def revoke(self, device: str, reason: str) -> bool:
-        """Revokes a device; returns False if it was already revoked."""
-        request = operations_pb2.RevokeDeviceRequest(device=device, reason=reason)
-        return bool(self._call("RevokeDevice", request).changed)
+    def revoke(self, device: str, reason: str) -> Revoked:
+        """Revokes a device permanently."""
+        reply = self._call("RevokeDevice", operations_pb2.RevokeDeviceRequest(device=device, reason=reason))
+        return Revoked(reply.changed, reply.known)
 
-    def revoke_person(self, role: str, name: str, reason: str, *, own: bool = False) -> bool:
-        """Revokes an operator or viewer; returns False if that role and name was already revoked."""
+    def revoke_person(self, role: str, name: str, reason: str, *, own: bool = False) -> Revoked:
+        """Revokes an operator or viewer permanently."""
         request = operations_pb2.RevokePersonRequest(role=role, name=name, reason=reason, own=own)
         try:
-            return bool(self._call("RevokePerson", request).changed)
+            reply = self._call("RevokePerson", request)
         except RefusedError as refusal:
             if own and refusal.code == Code.REVOKED:  # the caller itself: its certificate no longer admits the answer
-                return True
+                return Revoked(changed=True, known=True)
             raise
+        return Revoked(reply.changed, reply.known)
 
     def export(self, run: str, out: Path) -> Exported:
         """Writes a run's model to an ONNX file on this machine."""
-        with errors_of(self._server):
+        with errors_of(self._server, self._identity):
             return Exported(
                 *receive_model(_parts(self._stub.ExportModel(operations_pb2.ExportModelRequest(run=run))), out)
             )
@@ -113,7 +116,7 @@ class OperatorClient(Source):
     def back_up(self, out: Path) -> BackedUp:
         """Writes a backup of the server's store to an empty directory on this machine."""
         check_empty(out)
-        with errors_of(self._server):
+        with errors_of(self._server, self._identity):
             return receive_backup(_parts(self._stub.BackUp(operations_pb2.BackUpRequest())), out)
 
     def create(self, run: NewRun) -> RunState:
@@ -164,14 +167,15 @@ class OperatorClient(Source):
         return tokens
 
     def _call(self, method: str, request: Any, seconds: float = CALL_SECONDS) -> Any:
-        with errors_of(self._server):
+        with errors_of(self._server, self._identity):
             return getattr(self._stub, method)(request, timeout=seconds)
 
 
 def _state_of(message: operations_pb2.RunState) -> RunState:
     """Returns the state in a reply, without control characters."""
     run, status, reason = map(printable, (message.run, message.status, message.reason))
-    return RunState(run, status, reason, message.completed_rounds)
+    changes = printable(message.changes) if message.HasField("changes") else None
+    return RunState(run, status, reason, message.completed_rounds, changes)
 
 
 def _parts(call: Any) -> Iterator[operations_pb2.FilePart]:
@@ -243,7 +247,7 @@ def connect(server: str, identity: Path | None) -> Iterator[OperatorClient]:
     credentials = load_credentials(identity)
     _check_expiry(credentials, identity)
     with grpc.secure_channel(server, credentials.channel(), _OPTIONS) as channel:
-        yield OperatorClient(server, operations_pb2_grpc.OperationsServiceStub(channel))
+        yield OperatorClient(server, operations_pb2_grpc.OperationsServiceStub(channel), identity)
 
 
 def _check_expiry(credentials: Credentials, identity: Path) -> None:

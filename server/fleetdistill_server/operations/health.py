@@ -54,7 +54,7 @@ def check_health(server: str, *, ca: Path | None = None, identity: Path | None =
     if ca is not None and (identity is not None or service):
         raise ConfigurationError("--ca cannot be combined with --identity or --service, which need the other port")
     try:
-        with _channel(server, ca, identity) as channel, errors_of(server):
+        with _channel(server, ca, identity) as channel, errors_of(server, identity):
             return _said(channel, server, [service] if service else _PARTS)
     except RefusedError as refusal:
         if ca is None or refusal.code != Code.NOT_ALLOWED:

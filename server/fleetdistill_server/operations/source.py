@@ -13,7 +13,7 @@ from pathlib import Path
 from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill_server.intake.operator_log import OperatorLog, local_call, local_log, local_user
 from fleetdistill_server.security.pki import Authority
-from fleetdistill_server.security.revocation import revoke_device, revoke_person
+from fleetdistill_server.security.revocation import Revoked, revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens, enrol_port_for_tokens
 from fleetdistill_server.service.creation import NewRun, create_checked
 from fleetdistill_server.service.run_changes import RunState, change, delete, roll_back
@@ -74,8 +74,8 @@ class Source(ABC):
         """Yields the changes in a run until it ends, as dictionaries whose `kind` is run, round, step or event."""
 
     @abstractmethod
-    def revoke(self, device: str, reason: str) -> bool:
-        """Revokes a device permanently; returns False if it was already revoked."""
+    def revoke(self, device: str, reason: str) -> Revoked:
+        """Revokes a device permanently."""
 
     @abstractmethod
     def export(self, run: str, out: Path) -> Exported:
@@ -122,8 +122,8 @@ class Source(ABC):
         """Creates and returns enrolment tokens, which are valid for `seconds`, for one run or (empty) for all."""
 
     @abstractmethod
-    def revoke_person(self, role: str, name: str, reason: str, *, own: bool = False) -> bool:
-        """Revokes an operator or viewer permanently; returns False if that role and name was already revoked.
+    def revoke_person(self, role: str, name: str, reason: str, *, own: bool = False) -> Revoked:
+        """Revokes an operator or viewer permanently.
 
         Args:
             role: `operator` or `viewer`.
@@ -303,15 +303,18 @@ class LocalStore(Source):
         """Yields the changes in a run until it ends."""
         return follow(self._store, run)
 
-    def revoke(self, device: str, reason: str) -> bool:
-        """Revokes a device permanently; returns False if it was already revoked."""
+    def revoke(self, device: str, reason: str) -> Revoked:
+        """Revokes a device permanently."""
         call = local_call("RevokeDevice", {"device": device, "reason": reason})
-        return self._log.commit(call, lambda store: revoke_device(store, device, reason), Outcome)
+        return self._log.commit(
+            call, lambda store: revoke_device(store, device, reason), lambda revoked: Outcome(revoked.changed)
+        )
 
-    def revoke_person(self, role: str, name: str, reason: str, *, own: bool = False) -> bool:
-        """Revokes an operator or viewer; returns False if that role and name was already revoked."""
+    def revoke_person(self, role: str, name: str, reason: str, *, own: bool = False) -> Revoked:
+        """Revokes an operator or viewer permanently; whether the PKI knows the person, a local caller sees itself."""
         call = local_call("RevokePerson", {"role": role, "name": name, "reason": reason})
-        return self._log.commit(call, lambda store: revoke_person(store, role, name, reason), Outcome)
+        changed = self._log.commit(call, lambda store: revoke_person(store, role, name, reason), Outcome)
+        return Revoked(changed, known=True)
 
     def export(self, run: str, out: Path) -> Exported:
         """Writes a run's model to an ONNX file."""

@@ -24,6 +24,31 @@ _MAX_REASON = 512
 _LISTED = 50
 
 
+@dataclass(frozen=True)
+class Revoked:
+    """Result of a revocation.
+
+    Attributes:
+        changed: False if the device or person was already revoked.
+        known: Whether a device of this id has enrolled or checked in, or the PKI has an identity of this person.
+    """
+
+    changed: bool
+    known: bool
+
+
+def has_person(pki: Path, role: str, name: str) -> bool:
+    """Returns whether the PKI contains an identity of a person; `pki issue --out` puts it elsewhere."""
+    return (pki / f"{role}-{name}" / IDENTITY).exists()
+
+
+def check_not_revoked(store: Store, role: str, name: str) -> None:
+    """Raises ConfigurationError if a device or person was revoked, which cannot be undone."""
+    subject = f"{role}:{name}"
+    if any(item.subject == subject for item in store.credentials.revocations()):
+        raise ConfigurationError(f"{role} {name!r} was revoked, which is permanent; use another name")
+
+
 def revoke_person(store: Store, role: str, name: str, reason: str) -> bool:
     """Revokes an operator or viewer permanently. Returns False if that role and name was already revoked.
 
@@ -37,8 +62,8 @@ def revoke_person(store: Store, role: str, name: str, reason: str) -> bool:
     return store.credentials.revoke(f"{role}:{name}", reason[:_MAX_REASON])
 
 
-def revoke_device(store: Store, device: str, reason: str) -> bool:
-    """Revokes a device permanently and closes its open asks. Returns False if it was already revoked.
+def revoke_device(store: Store, device: str, reason: str) -> Revoked:
+    """Revokes a device permanently and closes its open asks.
 
     Args:
         store: The server's store.
@@ -51,14 +76,15 @@ def revoke_device(store: Store, device: str, reason: str) -> bool:
     if not is_name(device):
         raise ConfigurationError(f"device id is {device[:70]!r}, must be {NAME_RULE}")
     with store.transaction():
+        known = store.credentials.has_device(device)
         if not store.credentials.revoke(f"{Role.DEVICE}:{device}", reason[:_MAX_REASON]):
-            return False
+            return Revoked(False, known)
         for run in store.runs.names():
             if store.devices.get(run, device) is not None:
                 store.devices.mark_absent(run, device, "device revoked")
                 text = f"device {device} was revoked: {reason[:_MAX_REASON] or 'no reason given'}"
                 store.history.add_event(run, "revoked", text, device=device)
-    return True
+    return Revoked(True, known)
 
 
 @dataclass(frozen=True)

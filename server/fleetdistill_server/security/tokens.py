@@ -21,6 +21,7 @@ from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import enrolment_pb2
 from fleetdistill_server.security.certificates import Holder, Issued, Role, fingerprint, read_request
 from fleetdistill_server.security.pki import Authority
+from fleetdistill_server.security.revocation import check_not_revoked
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.records import Certificate, Token
 from fleetdistill_server.store.run_names import no_such_run
@@ -60,6 +61,7 @@ def create_tokens(
     for device in devices:
         if not is_name(device):
             raise ConfigurationError(f"device is {device[:70]!r}, must be {NAME_RULE}")
+        check_not_revoked(store, Role.DEVICE, device)
     if not 0 < seconds <= MAX_SECONDS:
         raise ConfigurationError(f"the validity is {seconds:g} seconds, must be above 0 and at most a year")
     if run and not is_name(run):

@@ -55,13 +55,14 @@ class Child:
         self._keep_output = keep_output
         self._torchrun = torchrun
         self._killed_at: float | None = None
+        self._terminated = False
         self.restarts = 0
         self.started = time.monotonic()
         self.process = self._start()
 
     def start_again(self) -> None:
         """Restarts a process that has exited."""
-        self._killed_at = None
+        self._killed_at, self._terminated = None, False
         self.restarts += 1
         self.started = time.monotonic()
         self.process = self._start()
@@ -94,7 +95,8 @@ class Child:
             self._killed_at = now + grace_seconds + STOP_SECONDS
         if now >= self._killed_at:
             self.process.kill()
-        elif now >= self._killed_at - STOP_SECONDS:
+        elif now >= self._killed_at - STOP_SECONDS and not self._terminated:
+            self._terminated = True  # a second signal could come while the process ends, and be reported as an error
             self.process.send_signal(signal.SIGTERM)
         return False
 

@@ -87,18 +87,23 @@ def create_run(store: Store, config: RunConfig) -> bool:
     return known is None
 
 
-def check_unchanged(store: Store, config: RunConfig) -> None:
-    """Raises RunError if a run of this name exists with other settings, even with ones that may change."""
+def changed_settings(store: Store, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Returns how a configuration differs from that of the run of its name: old and new values by setting."""
     name = config.run.name
     run, setup = store.runs.get(name), store.run_control.setup(name)
     if run is None:
-        return
+        return {}
     if setup is None:
         changes = changes_between(run.config, config.fixed_part())
     else:
         changes = changes_between(setup, config.setup())
-    changes = {key: both for key, both in changes.items() if key != "server.store"}
-    if changes:
+    return {key: both for key, both in changes.items() if key != "server.store"}
+
+
+def check_unchanged(store: Store, config: RunConfig) -> None:
+    """Raises RunError if a run of this name exists with other settings, even with ones that may change."""
+    name = config.run.name
+    if changes := changed_settings(store, config):
         raise RunError(
             f"run {name!r} exists with other settings: {describe_changes(changes)}; choose another name, or change "
             "this run with `fleetdistill runs create run.toml`"

@@ -17,9 +17,10 @@ from typing import Any
 
 from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill.state import failpoints
+from fleetdistill_server.config.run_changes import describe_changes
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.service.engine_files import delete_engine_files
-from fleetdistill_server.service.registration import check_unchanged, create_run
+from fleetdistill_server.service.registration import changed_settings, check_unchanged, create_run
 from fleetdistill_server.service.serve_lock import without_server
 from fleetdistill_server.store import rollback
 from fleetdistill_server.store.retention import Pruned, prune, sweep_all
@@ -42,23 +43,34 @@ class RunState:
         status: A value of `RunStatus`; another text from a server of another version.
         reason: Why it has this status; may be empty.
         completed_rounds: Number of completed rounds.
+        changes: Settings that `create` has changed, in words; empty if the run had them already, None for a new run.
     """
 
     run: str
     status: str
     reason: str
     completed_rounds: int
+    changes: str | None = None
 
     @classmethod
-    def of(cls, store: Store, run: str) -> RunState:
+    def of(cls, store: Store, run: str, changes: str | None = None) -> RunState:
         """Returns the state of a run in a store. Raises ConfigurationError if there is no such run."""
         row = store.runs.existing(run)
-        return cls(row.name, row.status, row.reason, row.completed_rounds)
+        return cls(row.name, row.status, row.reason, row.completed_rounds, changes)
 
     @property
     def sentence(self) -> str:
         """The state in words."""
-        return f"run {self.run!r} is {'started' if self.status in ACTIVE else self.status}"
+        state = f"is {'started' if self.status in ACTIVE else self.status}"
+        if self.changes is None:
+            return f"run {self.run!r} {state}"
+        if not self.changes:
+            return f"run {self.run!r} exists already with these settings, and {state}"
+        text = f"run {self.run!r} has new settings ({self.changes}), and {state}"
+        if self.status in ACTIVE:
+            text += f". Its engine reads them at its next start: `fleetdistill runs pause {self.run}`, then "
+            return f"{text}`fleetdistill runs start {self.run}`"
+        return f"{text}{self.reason and ': '}{self.reason}"
 
 
 def create(
@@ -81,11 +93,13 @@ def create(
     with _durably(store):
         if not may_change:
             check_unchanged(store, config)
+        known = may_change and store.runs.get(run) is not None
+        changes = describe_changes(changed_settings(store, config)) if known else None
         create_run(store, config)
         status = store.runs.existing(run).status
         if start_it and status not in OVER:
             _start(store, run, status, who)
-        return RunState.of(store, run)
+        return RunState.of(store, run, changes)
 
 
 def change(store: Store, run: str, wanted: str, who: str = _SOMEBODY) -> RunState:

@@ -110,7 +110,9 @@ class SqliteDatabase(Database):
                 self.tables.conn.execute("PRAGMA wal_checkpoint(PASSIVE)")
             before, left = left, int(self.value("PRAGMA freelist_count"))
             if left >= before:  # others delete as fast
-                return
+                break
+        with self._lock, database_errors():
+            self.tables.conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
         with self._lock:

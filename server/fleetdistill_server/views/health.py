@@ -79,7 +79,9 @@ def disk_problems(server: ServerSection, directory: Path) -> list[str]:
         text = f"only {readable_bytes(free)} are free at {place}, so uploads are refused: free some space, or lower"
         return [f"{text} [server] keep_free_bytes, which is {readable_bytes(keep)}"]
     if budget and (used := bytes_under(directory)) >= budget:
-        text = f"the store has {readable_bytes(used)}, so uploads are refused: run `fleetdistill runs prune`, or raise"
+        text = (
+            f"the store has {readable_bytes(used)}, so uploads are refused: run `fleetdistill runs prune RUN`, or raise"
+        )
         return [f"{text} [server] disk_budget_bytes, which is {readable_bytes(budget)}"]
     return []
 
@@ -120,13 +122,11 @@ class EngineHealth:
         here = any(beats.begun for beats in self._beats.values())
         if served_now is None or (self._beats and not here and self._store.database.is_remote):
             return [] if self._store.database.is_listening("engine") else [_NONE]
-        listed = [
-            text
-            for process in read_processes(self._directory)
-            if process.name in (ENGINE, SUPERVISOR)
-            for text in process.problems()
-        ]
-        return list(dict.fromkeys([*listed, *(_problem(run, beats.hangs) for run, beats in bad.items())]))
+        processes = [item for item in read_processes(self._directory) if item.name in (ENGINE, SUPERVISOR)]
+        listed = [text for process in processes for text in process.problems()]
+        # Of an engine that it has started again, the supervisor knows which heartbeat is its own.
+        unknown = bad.keys() - {process.run for process in processes}
+        return list(dict.fromkeys([*listed, *(_problem(run, bad[run].hangs) for run in bad if run in unknown)]))
 
 
 def _limit(beats: HeartbeatMonitor) -> float:

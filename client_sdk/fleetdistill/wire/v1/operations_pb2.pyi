@@ -354,16 +354,20 @@ class RevokeDeviceResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHANGED_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
     changed: _builtins.bool
     """False if the device was already revoked."""
+    known: _builtins.bool
+    """Whether a device of this id has enrolled or checked in."""
     def __init__(
         self,
         *,
         changed: _builtins.bool = ...,
+        known: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "known", b"known"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -379,6 +383,7 @@ class RunState(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     COMPLETED_ROUNDS_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name."""
     status: _builtins.str
@@ -387,6 +392,8 @@ class RunState(_message.Message):
     """Reason for the status; may be empty."""
     completed_rounds: _builtins.int
     """Number of completed rounds."""
+    changes: _builtins.str
+    """Of CreateRun: settings of a run that existed already and got others, in words; empty if it had them. Absent for a new run."""
     def __init__(
         self,
         *,
@@ -394,12 +401,15 @@ class RunState(_message.Message):
         status: _builtins.str = ...,
         reason: _builtins.str = ...,
         completed_rounds: _builtins.int = ...,
+        changes: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_changes", b"_changes", "changes", b"changes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_rounds", b"completed_rounds", "reason", b"reason", "run", b"run", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_changes", b"_changes", "changes", b"changes", "completed_rounds", b"completed_rounds", "reason", b"reason", "run", b"run", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__changes: _TypeAlias = _typing.Literal["changes"]  # noqa: Y015
+    _WhichOneofArgType__changes: _TypeAlias = _typing.Literal["_changes", b"_changes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__changes) -> _WhichOneofReturnType__changes | None: ...
 
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
@@ -861,16 +871,20 @@ class RevokePersonResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHANGED_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
     changed: _builtins.bool
     """False if the person was already revoked."""
+    known: _builtins.bool
+    """Whether the server's PKI contains an identity of this person; others may have been issued to another directory."""
     def __init__(
         self,
         *,
         changed: _builtins.bool = ...,
+        known: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "known", b"known"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
