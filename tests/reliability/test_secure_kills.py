@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import pytest
 from support.fleets import assert_no_upload_lost
-from support.small_run import FRAGILE, SmallRun, small_run, store_of
+from support.small_run import FRAGILE, Place, SmallRun, small_run, store_of
 from support.summing_run import CLASSES, DIMENSIONS, PRIVATE_SUMS, SUMS, rows_of
 
 from fleetdistill.methods.classstats_private.sums import to_wire
 from fleetdistill.methods.classstats_secure.encoding import decode, limited_numbers, rows_on_grid
-from fleetdistill.methods.classstats_secure.exchange import INPUT
+from fleetdistill.methods.classstats_secure.exchange import INPUT, STEPS
 from fleetdistill.secure.primitives import from_bytes, lift, reduce
 from fleetdistill.state.failpoints import FAILPOINTS
 from fleetdistill.state.files import Files
@@ -121,4 +121,79 @@ def test_kills_at_every_point_of_a_private_sum(process: str, tmp_path: Path) -> 
     with small_run(tmp_path / "run", deaths, scenario=PRIVATE_SUMS) as run:
         run.finish()
         assert process == "nobody" or points[: run.kills(process)] == points
+        assert_charged(run)
+
+
+class EachStep(Sequence[str]):
+    """Failpoints of the lives of a process that dies at each of some in each step.
+
+    Args:
+        place: Of the run.
+        points: Failpoints that the process comes by in each step.
+        then: The one at which it dies next, in the following step, if it has died at all of them in this one.
+        is_device: Whether it has one answer in a step, and so dies in the step in which its life has begun.
+
+    Attributes:
+        died: Points, and the steps in which the process died there.
+    """
+
+    def __init__(self, place: Place, points: Sequence[str], then: str, *, is_device: bool) -> None:
+        self.died: set[tuple[str, str]] = set()
+        self._place, self._points, self._then, self._is_device = place, points, then, is_device
+        self._began, self._point = "", ""
+
+    def __len__(self) -> int:
+        return 1000
+
+    @overload
+    def __getitem__(self, life: int) -> str: ...
+    @overload
+    def __getitem__(self, life: slice) -> Sequence[str]: ...
+    def __getitem__(self, life: int | slice) -> str | Sequence[str]:
+        with store_of(self._place) as store:
+            asks = [(ask.round, ask.step_number, ask.step) for ask in store.asks.of_run(RUN)]
+        step = max(asks)[-1] if asks else ""
+        if self._point:
+            self.died.add((self._point, self._began or step))
+        left = [point for point in self._points if step and (point, step) not in self.died]
+        self._began = step if self._is_device and left else ""
+        self._point = left[0] if left else self._then
+        return f"{self._point}=kill"
+
+
+EACH = {
+    "front": (points_of(WHO["front"]), "front.receipt.before-send"),
+    FRAGILE: (points_of(["device.secure.after-step", "device.outbox.", "device.upload."]), "device.secure.after-step"),
+}
+"""Points that a process comes by in each step, and the one at which it dies first in the next step."""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("process", EACH)
+def test_kills_at_every_point_of_every_step(process: str, tmp_path: Path) -> None:
+    points, then = EACH[process]
+    with small_run(tmp_path / "run", scenario=PRIVATE_SUMS) as run:
+        lives = EachStep(run.place, points, then, is_device=process == FRAGILE)
+        run.points = {process: lives}
+        run.finish(180)
+        assert {(point, step) for point in points for step in STEPS} <= lives.died
+        assert_charged(run)
+
+
+@pytest.mark.slow
+def test_kills_of_the_engine_in_every_step(tmp_path: Path) -> None:
+    """Each life comes by the points of the steps before again, so the number of the hit names the step."""
+    points = [
+        f"engine.{point}=kill@{number}"
+        for step in range(len(STEPS))
+        for point, number in (
+            ("asks.before-commit", step + 1),
+            ("asks.after-commit", step + 1),
+            ("answer.after-read", len(PRIVATE_SUMS.devices) * step + 1),
+        )
+    ]
+    with small_run(tmp_path / "run", {"engine": points}, scenario=PRIVATE_SUMS) as run:
+        run.finish(120)
+        assert run.kills("engine") == len(points)
         assert_charged(run)
