@@ -29,7 +29,7 @@ from fleetdistill.errors import (
     StateError,
     SumRefusedError,
 )
-from fleetdistill.knowledge import Plan, PrivateRows, SecureMessage
+from fleetdistill.knowledge import Plan, PrivateRows, SecureEntry, SecureMessage
 from fleetdistill.methods import config_class, config_to_plan
 from fleetdistill.methods.base import Answer, Ask
 from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK
@@ -649,6 +649,36 @@ def test_both_kinds_of_share_are_never_given(tmp_path, keys):
     text = "this sum was answered with another list (secure sums are not yet reviewed by a cryptographer)"
     assert conflicts == [f"round 1, step 'secure_unmask': {text}"] * 4
     assert not fleet.opened(result.sid)
+
+
+@EVERY
+def test_the_server_opens_what_all_others_forget(tmp_path, keys):
+    """That `opened` finds an input at all: four devices are restored and asked for the other shares of the fifth."""
+    fleet = SecureFleet(tmp_path / "d", 5, keys=keys, min_in_sum=4)
+    last = STEPS[keys][STEPS[keys].index(INPUT) + 1]
+
+    def back_up(step, name, message):
+        if step == last:
+            shutil.copytree(tmp_path / "d" / name, tmp_path / "before" / name)
+        return message
+
+    assert not fleet.opened(fleet.sum(down=back_up).sid)
+    for name in fleet.names[:4]:
+        shutil.rmtree(tmp_path / "d" / name)
+        shutil.copytree(tmp_path / "before" / name, tmp_path / "d" / name)
+    message = SecureMessage(members=pack_members(range(4), 5))
+    signatures: dict[int, bytes] = {}
+    for index, name in enumerate(fleet.names[:4] if last == CHECK else []):
+        sent: Any = fleet.answer(name, CHECK, {"session": message})["signature"]
+        signatures[index] = sent.signature.tobytes()
+    entries = [SecureEntry(index=index, signature=signature) for index, signature in signatures.items()]
+    message = dataclasses.replace(message, entries=entries)
+    for name in fleet.names[:4]:
+        assert not fleet.opened(fleet.sid), "fewer than four have forgotten"
+        sent = fleet.answer(name, UNMASK, {"session": message})["shares"]
+        fleet.keep(UNMASK, name, message, sent)
+    assert fleet.opened(fleet.sid).keys() == {"device-4"}
+    assert np.array_equal(fleet.opened(fleet.sid)["device-4"], fleet.frozen("device-4"))
 
 
 @pytest.mark.parametrize("step", [SHARES, INPUT, UNMASK])
