@@ -7,7 +7,7 @@ import math
 import time
 from typing import Any
 
-__all__ = ["counted", "readable_bytes", "to_json", "when"]
+__all__ = ["SUMS_UNREVIEWED", "counted", "readable_bytes", "to_json", "when"]
 
 LONGEST = 1000
 """Largest number of characters in a stored text."""
@@ -17,6 +17,11 @@ HEALTH_PROBLEM = "fleetdistill-problem-bin"
 
 UNREVIEWED = "(not yet reviewed by a cryptographer)"
 """Ends each event about a secure sum."""
+
+SUMS_UNREVIEWED = (
+    "secure sums are not yet reviewed by a cryptographer: an error in them could show the server one device's part"
+)
+"""What an operator of secure sums should know at least."""
 
 
 def shorten(text: str, longest: int = LONGEST) -> str:

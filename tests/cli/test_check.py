@@ -32,6 +32,7 @@ from fleetdistill_server.security.pki import SERVER
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import SUMS_UNREVIEWED
 
 
 def write(folder: Path, **changes: Any) -> Path:
@@ -80,6 +81,7 @@ def test_secure_sums_are_told_what_they_do_not_have(tmp_path: Path, given: str, 
     code, said = check(write(tmp_path, run_method="classstats_summed", run_rounds=1, run_min_devices=4, **settings))
     assert code == 0, said
     assert "no guarantee for a row: the sums have no noise" in said
+    assert SUMS_UNREVIEWED in said
     text = "roster_key is not set: one device that the roster has not endorsed lets every sum fail"
     assert (text in said) == missing
 

@@ -82,6 +82,7 @@ def test_simulated_devices_have_what_vouches_for_keys(tmp_path, link, method, ke
     with closing(Store.open(tmp_path / "work" / "store")) as store:
         (event,) = store.history.events("simulation", "secure-sum")
     assert event.text.startswith("the sum of 3 devices is made in")
+    assert "reviewed" in privacy_lines(report)[0], "what it prints says that no cryptographer has looked at it"
     assert (tmp_path / "work" / "pki").exists() == (keys == "certificates")
 
 

@@ -21,6 +21,7 @@ from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.retention import needed
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
+from fleetdistill_server.texts import SUMS_UNREVIEWED
 from fleetdistill_server.views import runs as views
 
 pytestmark = pytest.mark.slow
@@ -103,6 +104,7 @@ def test_the_events_tell_of_the_sums(store: Store) -> None:
 def test_runs_show_prints_the_sums(directory: Path) -> None:
     done = CliRunner().invoke(app, ["runs", "show", RUN, "--store", str(directory)])
     assert done.exit_code == 0, done.output
+    assert SUMS_UNREVIEWED in " ".join(done.output.split())
     _, _, heading, _, first, second = done.output[done.output.index("secure_sums (2)") :].splitlines()[:6]
     shown = ["round", "status", "asked", "inputs", "q", "t", "m", "dropped", "seconds", "bytes up", "bytes down"]
     assert heading.split() == " ".join(shown).split()

@@ -48,6 +48,8 @@ _KEYS = ("unsigned", "certificates", "roster")
 class SecureTerms:
     """On which terms a device takes part in secure sums. With them, it sends class statistics only masked.
 
+    Not yet reviewed by a cryptographer: an error in the protocol could show the server one device's part of a sum.
+
         Device(secure=SecureTerms(min_devices=10), ...)
 
     Attributes:

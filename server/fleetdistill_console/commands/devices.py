@@ -74,7 +74,8 @@ def devices_forget(
 ) -> None:
     """Deletes a device's contributions to a run. Example: fleetdistill devices forget digits camera-7
 
-    In a run with secure sums, the whole sum that contains the device is deleted, with the other devices' parts of it.
+    In a run with secure sums (not yet reviewed by a cryptographer), the whole sum that contains the device is deleted,
+    with the other devices' parts of it.
     """
     from fleetdistill_server.engine.forgetting import ask_to_forget
 
@@ -89,6 +90,7 @@ def devices_forget(
     typer.echo(
         f"{device} no longer takes part in run {run!r}; its data in the method's state and its payloads {when}. "
         "Its id, figures and byte counts remain in the run's history, and so does its influence on values that the "
-        "method averaged or trained over several devices. Of a run with secure sums, the whole sum that contains the "
-        "device is deleted (event batch-forgotten), and with it what the other devices gave. Backups are not changed"
+        "method averaged or trained over several devices. Of a run with secure sums (not yet reviewed by a "
+        "cryptographer), the whole sum that contains the device is deleted (event batch-forgotten), and with it what "
+        "the other devices gave. Backups are not changed"
     )

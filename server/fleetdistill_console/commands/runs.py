@@ -36,7 +36,7 @@ from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.operator_calls import Outcome
 from fleetdistill_server.store.states import RunStatus
-from fleetdistill_server.texts import counted
+from fleetdistill_server.texts import SUMS_UNREVIEWED, counted
 from fleetdistill_server.views.results import NOTHING, deleted, left_for_later, pruned, rolled_back
 from fleetdistill_server.views.runs import View
 
@@ -226,6 +226,7 @@ def _shorten(view: View) -> None:
         view.lists["rounds"] = rounds[-_MAX_ROUNDS:]
         view.facts["rounds_shown"] = f"the last {_MAX_ROUNDS} of {len(rounds)}; --json prints all"
     if "secure_sums" in view.lists:
+        view.facts["note"] = SUMS_UNREVIEWED
         first = view.lists["rounds"][0]["round"]
         view.lists["secure_sums"] = [
             {name: value for name, value in row.items() if name not in _NOT_SHOWN_OF_SUMS}

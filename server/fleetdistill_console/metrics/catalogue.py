@@ -87,7 +87,11 @@ METHOD_FIGURE = _gauge(
     "Number that the method reported for the last completed round, as in `runs show`.",
     *("run", "figure"),
 )
-SUMS = _counter("secure_sums", "Secure sums of a run in its events; outcome is made or failed.", "run", "outcome")
+SUMS = _counter(
+    "secure_sums",
+    "Secure sums of a run in its events, not yet reviewed by a cryptographer; outcome is made or failed.",
+    *("run", "outcome"),
+)
 SUM_DEVICES = _gauge(
     "last_secure_sum_devices",
     "Devices of a run's last secure sum that were asked and answered each step, and its limits q and t.",

@@ -30,7 +30,7 @@ from fleetdistill_server.service.registration import is_prepared, register
 from fleetdistill_server.service.serve_lock import SERVED_FILE, is_served
 from fleetdistill_server.store.location import Location, has_store
 from fleetdistill_server.store.store import Store, open_for_trial
-from fleetdistill_server.texts import counted, readable_bytes
+from fleetdistill_server.texts import SUMS_UNREVIEWED, counted, readable_bytes
 from fleetdistill_server.tracing.spans import check_traces
 from fleetdistill_server.views.certificates import not_valid
 from fleetdistill_server.views.health import disk_problems
@@ -230,7 +230,9 @@ def _secure_sums(config: RunConfig) -> list[str]:
     settings = config.method_config()
     if not settings.sums_securely:
         return []
-    lines = [] if settings.guarantee else ["no guarantee for a row: the sums have no noise"]
+    lines = [SUMS_UNREVIEWED]
+    if settings.guarantee is None:
+        lines.append("no guarantee for a row: the sums have no noise")
     if settings.keys == "roster" and not settings.roster_key:
         lines.append("roster_key is not set: one device that the roster has not endorsed lets every sum fail")
     return lines

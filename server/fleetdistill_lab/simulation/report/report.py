@@ -12,6 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from fleetdistill.methods import config_class
 from fleetdistill.methods.classstats_private.merge import much_noise, other_dimensions, strength
 from fleetdistill.methods.local import LocalTraining
 from fleetdistill.training.figures import Counts
@@ -44,6 +45,7 @@ from fleetdistill_server.store.run_figures import RoundFigures, round_figures
 from fleetdistill_server.store.states import RoundStatus, UploadStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
+from fleetdistill_server.texts import SUMS_UNREVIEWED
 from fleetdistill_server.views.expected import expected, of_the_fleet
 from fleetdistill_server.views.suspects import named
 
@@ -292,9 +294,12 @@ def report_title(report: FleetReport) -> str:
 
 
 def privacy_lines(report: FleetReport) -> list[str]:
-    """Returns the meaning of a private run's epsilon, and what to change if noise or features cost accuracy."""
+    """Returns the meaning of a private run's epsilon, and what to change if noise or features cost accuracy.
+
+    Of secure sums without noise, it is that nobody has reviewed them.
+    """
     if report.privacy is None:
-        return []
+        return [f"{report.method}: {SUMS_UNREVIEWED}"] if config_class(report.method).sums_securely else []
     has_controls = report.mean_accuracy_alone is not None or report.mean_accuracy_fedavg_global is not None
     controls = "; the controls are not private" if has_controls else ""
     name = NAMES.get(report.method, report.method)
