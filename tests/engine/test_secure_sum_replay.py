@@ -14,7 +14,8 @@ from engine.driving import Drive, run_engine
 from engine.fragile import Crash, Fuse
 from support.fleets import assert_no_upload_lost, prepare
 
-from fleetdistill import Device
+from fleetdistill import Device, Event
+from fleetdistill.device.events import DeviceLock
 from fleetdistill.methods.classstats_private.sums import to_wire
 from fleetdistill.methods.classstats_secure.encoding import decode
 from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, SHARES
@@ -233,8 +234,18 @@ def test_a_short_round_leaves_no_payload_of_its_sum(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_engine_reads_whose_boxes_did_not_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All others decline, and the next round has a sum without the sender, though the engine dies in between."""
+    """All others decline, and the next round has a sum without the sender, though the engine dies in between.
+
+    The apps of those that decline have the same sentence in an event.
+    """
     fleet, real = Fleet("unsigned", tmp_path / "work", summing("classstats_summed")), Member.boxes
+    emit, dropped = DeviceLock.emit, list[str]()
+
+    def note(lock: DeviceLock, event: Event) -> None:
+        dropped.extend([event.text] if event.kind == "dropped" else [])
+        emit(lock, event)
+
+    monkeypatch.setattr(DeviceLock, "emit", note)
 
     def boxes(member: Member, index: int, entries: Mapping[int, bytes], *arguments: Any) -> dict[int, bytes]:
         made = real(member, index, entries, *arguments)
@@ -262,6 +273,7 @@ def test_the_engine_reads_whose_boxes_did_not_open(tmp_path: Path, monkeypatch: 
     assert sorted(event.device for event in declined) == [names[0], *names[2:]]
     says = f"step 'secure_input': what device {names[1]!r} sent in this sum cannot be used: "
     assert all(event.text.startswith(says) for event in declined)
+    assert sorted(dropped) == sorted(event.text.removeprefix("step 'secure_input': ") for event in declined)
 
 
 @pytest.mark.slow
