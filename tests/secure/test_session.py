@@ -19,7 +19,6 @@ from fleetdistill.secure.session import (
     KeysEntry,
     Parameters,
     Roster,
-    abandoned_message,
     check_distinct,
     is_connected,
     neighbours,
@@ -217,10 +216,6 @@ def test_sa14_survivors_message_and_its_signature():
         "11dc2501f3a1f7530ed63b276953c86f8f57fccf79a43ca48bbc302cca4e86ad"
         "6f4594a9429f9c2531ca64373651060c56c8c968771372fd63296dfc0fd28203"
     )
-
-
-def test_an_abandonment_is_for_one_session():
-    assert abandoned_message(SID) == b"fleetdistill/secagg/1/abandoned\0" + SID
 
 
 # --- neighbours

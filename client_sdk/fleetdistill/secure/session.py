@@ -374,8 +374,3 @@ def survivors_message(
     """
     bitmaps = pack_members(shared, devices) + pack_members(survivors, devices)
     return tag("survivors") + sid + roster_digest + struct.pack("<I", devices) + bitmaps
-
-
-def abandoned_message(sid: bytes) -> bytes:
-    """Returns what a device signs that will never give a share of a session away."""
-    return tag("abandoned") + sid
