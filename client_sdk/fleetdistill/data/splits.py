@@ -22,6 +22,8 @@ class Splits:
         test_data: Data on which each round's model is scored. The scores are sent to the server.
         validation_data: Data that decide what the app's model becomes: the most accurate of the model that the device
             received, the one that it trained, and the present one. The scores and the decision are sent to the server.
+            They should have all classes that the app needs: on the device's own classes alone, a model that knows only
+            these wins.
     """
 
     data: Any
