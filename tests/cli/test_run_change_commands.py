@@ -50,7 +50,7 @@ def test_a_new_store_is_named_and_a_known_one_is_not(folder: Path) -> None:
 
 def test_creating_a_run_again_tells_what_has_changed(folder: Path) -> None:
     runs("create", "run.toml")
-    assert runs("create", "run.toml").stdout == "run 'digits' exists already with these settings, and is created\n"
+    assert runs("create", "run.toml").stdout == "run 'digits' is created\n"
     runs("start", "digits")
     (folder / "run.toml").write_text(RUN.replace("rounds = 3", "rounds = 5\nmin_devices = 4"))
     said = runs("create", "run.toml").stdout

@@ -175,6 +175,7 @@ def test_forgotten_device_erases_itself_and_asks_server(fleet: Fleet, used: Path
     device.step(0)
     inputs = np.zeros((1, 4), np.float32)
     device.predict(inputs)
+    assert device.model is not None
     assert device.forget() is True
     with pytest.raises(DeviceClosedError):
         device.predict(inputs)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from device.sdk_fleet import RUN, Fleet, equal, knowledge_of, make_device, tiny_data, tiny_model, weights
+from support.open_device import open_device
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
 
@@ -21,10 +22,12 @@ from fleetdistill.compute.torch_compute import TorchCompute
 from fleetdistill.data import Augmented
 from fleetdistill.data.samples import read_samples
 from fleetdistill.errors import ConfigurationError, DataError, NoSamplesError
+from fleetdistill.models import build_model
 from fleetdistill.testing import EventLog, ManualClock
 from fleetdistill.training.local_training import evaluate, train_epochs
 from fleetdistill.training.tensor_data import tensor_data_of
 from fleetdistill.wire.v1 import contract_pb2
+from fleetdistill_server.testing import MemoryServer
 
 Item = tuple[np.ndarray, int]
 
@@ -127,6 +130,8 @@ FORMS: dict[str, Callable[[Path], Any]] = {
         collate_fn=lambda batch: (torch.from_numpy(np.stack([x for x, _ in batch])), [y for _, y in batch]),
     ),
     "a memory-mapped array": mapped,
+    "reversed views": lambda folder: tuple(array[::-1].copy()[::-1] for array in tiny_data()),
+    "mirrored rows": lambda folder: (tiny_data()[0][:, ::-1].copy()[:, ::-1], tiny_data()[1]),
     "a function of a Dataset": lambda folder: lambda: Listed(items()),
     "Augmented without a change": lambda folder: Augmented(tiny_data(), lambda one: one),
     "Augmented of a function": lambda folder: Augmented(tiny_data, lambda one: one),
@@ -366,6 +371,40 @@ def test_a_transform_that_does_not_fit_declines_the_ask(
         fleet.ask("d")
         device.step(0)
     assert re.search(says, events.of("dropped").text)
+
+
+def test_data_that_the_method_cannot_use_replace_nothing(tmp_path: Path) -> None:
+    """The answer for the previous data must not pass for that of the new ones."""
+    settings: dict[str, Any] = {
+        "run": {"method": "classstats", "rounds": 0},
+        "contract": {"classes": 10, "input_shape": [1, 8, 8]},
+    }
+    images = np.random.default_rng(0).random((120, 1, 8, 8), dtype=np.float32)
+    few, all_classes = np.arange(120) % 5, np.arange(120) % 10
+    events = EventLog()
+    with (
+        MemoryServer(settings) as server,
+        open_device(
+            server=server.link(),
+            model=lambda: build_model("digits_mlp_small"),
+            data=(images, few),
+            state_dir=tmp_path,
+            on_event=events.append,
+        ) as device,
+    ):
+        while device.version < 1:
+            device.step(0)
+        device.replace_data((images * 255, all_classes))
+        for _ in range(3):
+            with pytest.raises(DataError, match=r"scattering needs images in \[0, 1\]"):
+                device.step(0)
+        answered = events.kinds().count("answered")
+        device.replace_data((images, all_classes))
+        while device.version < 2:
+            device.step(0)
+        assert events.kinds().count("answered") > answered
+        digests = [entry.sha256 for entry in device.ledger.entries if entry.step == "summarise"]
+        assert len(set(digests)) == len(digests) == 2
 
 
 # --- errors at construction

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import quote
 
 _IN_MEMORY = Path("/dev/shm")
-_FORKS = 3
+_FORKS = 10
 _numbers = itertools.count(1)
 
 

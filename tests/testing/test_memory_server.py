@@ -116,6 +116,21 @@ def test_several_devices_take_turns(tmp_path: Path) -> None:
             device.close()
 
 
+def test_devices_whose_calls_are_lost_take_turns_too(tmp_path: Path) -> None:
+    with MemoryServer(settings(min_devices=2), ManualClock()) as server:
+        link = FaultyLink(server.link(), lost("check_in"), lost_reply("upload"))
+        with (
+            device_of(link, tmp_path / "a", device_id="a") as first,
+            device_of(server.link(), tmp_path / "b", device_id="b") as second,
+        ):
+            server.play(first, second)
+        assert (server.status, link.left) == ("finished", [])
+        away = FaultyLink(server.link(), *(lost("check_in", nth) for nth in range(1, 4)))
+        says = r"c did not finish in 3 steps; .* Last lost call: check_in: "
+        with device_of(away, tmp_path / "c", device_id="c") as third, pytest.raises(ConfigurationError, match=says):
+            server.play(third, steps=3)
+
+
 def test_a_device_too_few_is_said(tmp_path: Path) -> None:
     expected = pytest.raises(ConfigurationError, match="a did not finish in 5 steps; the run has min_devices = 2")
     with MemoryServer(settings(min_devices=2)) as server, device_of(server.link(), tmp_path, device_id="a") as device:

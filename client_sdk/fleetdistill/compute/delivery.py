@@ -109,13 +109,17 @@ class DeliveringCompute(Compute, Generic[Model]):
     def reread_data(self, data: Any) -> bool:
         """Reads the training data again; returns whether a sample was added, removed or changed."""
         given = self._given if data is None else data  # None for a worker, which has its own data
-        samples = self._read(given, "data", self._samples)
+        previous = self._samples
+        samples = self._read(given, "data", previous)
+        if samples is not previous:
+            self._samples = samples
+            try:
+                self._use_samples()
+            except BaseException:
+                self._samples = previous  # else they would pass for data that the method uses
+                raise
         self._given = given
-        if samples is self._samples:
-            return False
-        self._samples = samples
-        self._use_samples()
-        return True
+        return samples is not previous
 
     @abstractmethod
     def _use_samples(self) -> None:

@@ -196,6 +196,10 @@ class Backend:
         if self.compute is not None:
             self.compute.forget_state()
 
+    def forget(self) -> None:
+        """Forgets the compute backend, after the device was erased."""
+        self.compute = self._answer = None
+
     def prepare(self, contract: contract_pb2.Contract) -> Compute:
         """Returns the compute backend with its payloads and the committed state, or with the run's initial weights."""
         compute = self.make(contract)

@@ -606,6 +606,7 @@ class Device:
             recorded = not sent or request_forgetting(self._parts.link, self._parts.identity)
         self.close(leave=False)
         self._predictions.forget()
+        self._backend.forget()
         erase_directory(self._parts.storage.directory)
         return recorded
 

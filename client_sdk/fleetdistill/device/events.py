@@ -124,7 +124,7 @@ class DeviceLock:
         if event.kind != _CALLBACK_FAILED:
             text = f"on_event failed for the event {event.kind!r} with {kind}: {what}"
             values = {"event": event.kind, "error": kind}
-            self.emit(Event(_CALLBACK_FAILED, event.round, text, values, event.rounds))
+            self.emit(Event("callback-failed", event.round, text, values, event.rounds))
 
 
 class Events:

@@ -206,14 +206,19 @@ def tensor_data_of(
         input_shape: Shape of one input if there are no samples; by default that of the samples.
         make_ids: Returns the ids of the samples, as in `TensorData`.
     """
-    labels = torch.from_numpy(samples.labels)
+    labels = _tensor_of(samples.labels)
     pair = samples.rows.in_memory
     if not len(samples):
         shape = samples.input_shape if input_shape is None else input_shape
         return TensorData(torch.zeros(0, *shape), labels, make_ids)
     if pair is not None and samples.transform is None:
-        return TensorData(torch.from_numpy(pair[0]), labels, make_ids, samples.digest, checked=True)
+        return TensorData(_tensor_of(pair[0]), labels, make_ids, samples.digest, checked=True)
     return LazyData(LazyInputs(samples), labels, make_ids, samples.digest)
+
+
+def _tensor_of(array: np.ndarray) -> Tensor:
+    """Returns an array as a tensor; only one with negative strides, such as mirrored images, is copied."""
+    return torch.from_numpy(array.copy() if min(array.strides, default=0) < 0 else array)
 
 
 def parts_of(inputs: Tensor | LazyInputs) -> Iterator[Tensor]:

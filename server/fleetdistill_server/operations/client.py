@@ -174,8 +174,7 @@ class OperatorClient(Source):
 def _state_of(message: operations_pb2.RunState) -> RunState:
     """Returns the state in a reply, without control characters."""
     run, status, reason = map(printable, (message.run, message.status, message.reason))
-    changes = printable(message.changes) if message.HasField("changes") else None
-    return RunState(run, status, reason, message.completed_rounds, changes)
+    return RunState(run, status, reason, message.completed_rounds, printable(message.changes))
 
 
 def _parts(call: Any) -> Iterator[operations_pb2.FilePart]:

@@ -43,17 +43,17 @@ class RunState:
         status: A value of `RunStatus`; another text from a server of another version.
         reason: Why it has this status; may be empty.
         completed_rounds: Number of completed rounds.
-        changes: Settings that `create` has changed, in words; empty if the run had them already, None for a new run.
+        changes: Settings of a known run that `create` has changed, in words; else empty.
     """
 
     run: str
     status: str
     reason: str
     completed_rounds: int
-    changes: str | None = None
+    changes: str = ""
 
     @classmethod
-    def of(cls, store: Store, run: str, changes: str | None = None) -> RunState:
+    def of(cls, store: Store, run: str, changes: str = "") -> RunState:
         """Returns the state of a run in a store. Raises ConfigurationError if there is no such run."""
         row = store.runs.existing(run)
         return cls(row.name, row.status, row.reason, row.completed_rounds, changes)
@@ -62,10 +62,8 @@ class RunState:
     def sentence(self) -> str:
         """The state in words."""
         state = f"is {'started' if self.status in ACTIVE else self.status}"
-        if self.changes is None:
-            return f"run {self.run!r} {state}"
         if not self.changes:
-            return f"run {self.run!r} exists already with these settings, and {state}"
+            return f"run {self.run!r} {state}"
         text = f"run {self.run!r} has new settings ({self.changes}), and {state}"
         if self.status in ACTIVE:
             text += f". Its engine reads them at its next start: `fleetdistill runs pause {self.run}`, then "
@@ -93,8 +91,7 @@ def create(
     with _durably(store):
         if not may_change:
             check_unchanged(store, config)
-        known = may_change and store.runs.get(run) is not None
-        changes = describe_changes(changed_settings(store, config)) if known else None
+        changes = describe_changes(changed_settings(store, config))
         create_run(store, config)
         status = store.runs.existing(run).status
         if start_it and status not in OVER:

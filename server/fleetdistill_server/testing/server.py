@@ -17,7 +17,7 @@ from typing import Any
 
 from fleetdistill import Device, Step
 from fleetdistill.clock import Clock
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, LinkError
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.engine.engine import Engine
@@ -86,7 +86,7 @@ class MemoryServer:
             self._over = True
 
     def play(self, *devices: Device, steps: int = 1000) -> None:
-        """Runs the devices' steps in turn until the run is over for all of them.
+        """Runs the devices' steps in turn until the run is over for all of them. A lost call is made again.
 
         Args:
             *devices: The devices, each with its own link.
@@ -95,15 +95,24 @@ class MemoryServer:
         Raises:
             ConfigurationError: A device has not finished after `steps` steps.
         """
-        left = list(devices)
+        left, lost = list(devices), ""
+
+        def finishes(device: Device) -> bool:
+            nonlocal lost
+            try:
+                return device.step(0.0) is Step.FINISHED
+            except LinkError as error:  # for example of a `FaultyLink`
+                lost = f". Last lost call: {error}"
+                return False
+
         for _ in range(steps):
-            left = [device for device in left if device.step(0.0) is not Step.FINISHED]
+            left = [device for device in left if not finishes(device)]
             if not left:
                 return
         names = ", ".join(device.device_id for device in left)
         raise ConfigurationError(
             f"{names} did not finish in {steps} steps; the run has min_devices = {self._config.run.min_devices} and "
-            f"{self._config.run.rounds} rounds: pass that many devices, or more steps"
+            f"{self._config.run.rounds} rounds: pass that many devices, or more steps{lost}"
         )
 
     def close(self) -> None:

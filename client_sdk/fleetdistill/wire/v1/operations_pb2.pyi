@@ -393,7 +393,7 @@ class RunState(_message.Message):
     completed_rounds: _builtins.int
     """Number of completed rounds."""
     changes: _builtins.str
-    """Of CreateRun: settings of a run that existed already and got others, in words; empty if it had them. Absent for a new run."""
+    """Of CreateRun: settings of a run that existed already and got others, in words."""
     def __init__(
         self,
         *,
@@ -401,15 +401,13 @@ class RunState(_message.Message):
         status: _builtins.str = ...,
         reason: _builtins.str = ...,
         completed_rounds: _builtins.int = ...,
-        changes: _builtins.str | None = ...,
+        changes: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_changes", b"_changes", "changes", b"changes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_changes", b"_changes", "changes", b"changes", "completed_rounds", b"completed_rounds", "reason", b"reason", "run", b"run", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "completed_rounds", b"completed_rounds", "reason", b"reason", "run", b"run", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__changes: _TypeAlias = _typing.Literal["changes"]  # noqa: Y015
-    _WhichOneofArgType__changes: _TypeAlias = _typing.Literal["_changes", b"_changes"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__changes) -> _WhichOneofReturnType__changes | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
