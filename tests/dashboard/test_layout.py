@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,10 @@ def test_tab_is_in_address_so_links_and_back_button_work(url: str, page: Any) ->
 
 
 @pytest.mark.long
+def in_order(labels: Any) -> bool:
+    return texts(labels, "y") == ["d1", "d2", "d10"]
+
+
 def test_2_comes_before_10_in_tables_and_charts(url: str, page: Any) -> None:
     shown(page, url, "", "run-10")
     page.get_by_role("columnheader", name="Run", exact=True).click()
@@ -192,7 +197,7 @@ def test_2_comes_before_10_in_tables_and_charts(url: str, page: Any) -> None:
         page.goto(f"{url}/runs/digits?tab={tab}")
         labels = page.get_by_role("img", name=re.compile(chart)).locator("text").filter(has_text=re.compile(r"^d\d+$"))
         labels.nth(2).wait_for()
-        assert texts(labels, "y") == ["d1", "d2", "d10"]
+        wait_until(partial(in_order, labels), "the labels, which move to their places")
 
 
 def test_the_axis_of_one_accuracy_ends_at_100_percent(url: str, page: Any) -> None:

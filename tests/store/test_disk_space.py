@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.live_front import Client, live_front, open_round, prepare_store, refused, upload_name, write_asks
 from support.parroting import ParrotDevice
@@ -22,6 +23,7 @@ from support.wire_samples import in_pieces, make_contract, make_identity, make_p
 from fleetdistill.errors import NoSpaceError
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import service_pb2
+from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort
 from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
@@ -246,6 +248,48 @@ def test_an_engine_waits_for_space_and_goes_on(tmp_path: Path, caplog: pytest.Lo
         "step 'train' waits for disk space",
         "step 'train' no longer waits for disk space",
     ]
+    store.close()
+
+
+class FullDisk:
+    """Has room again after some looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def check(self, size: int) -> None:
+        self.looks -= 1
+        if self.looks >= 0:
+            raise NoSpaceError("the store's disk is full")
+
+
+@pytest.mark.parametrize("looks", [0, 3])
+def test_nobody_is_asked_while_no_answer_can_be_stored(looks: int) -> None:
+    """The ask has no payload, so it needs no space; the device would train, be refused, and be late."""
+    store = Store.in_memory()
+    store.runs.begin(RUN, {})
+    store.runs.start_round(RUN, DEVICES)
+    terms = RoundTerms(RUN, 1, 0.5, 1000.0, 0, np.dtype("float32"), {})
+    store.blobs.space = FullDisk(looks)
+    asked = []
+
+    class Waiting:
+        async def wait(self, seconds: float = 0.0) -> None:
+            asked.append(len(store.asks.of_step(RUN, 1, 1)))
+            for ask in store.asks.of_step(RUN, 1, 1):
+                store.asks.close(ask.id, "declined")
+
+        def wake_other(self) -> None:
+            return
+
+    async def play() -> None:
+        cohort = StoreCohort(store, terms, Waiting(), number=1, completed=0, devices=DEVICES)
+        assert [answer async for answer in cohort.ask("train", quorum=0.0)] == []
+
+    asyncio.run(play())
+    assert asked[:looks] == [0] * looks
+    assert set(asked[looks:]) == {len(DEVICES)}
+    assert len(store.history.events(RUN, "no-space")) == (looks > 0)
     store.close()
 
 

@@ -278,6 +278,8 @@ class StoreCohort:
         run = self._terms.run
         kinds = self._terms.steps.get(step, {})
         known = {ask.device: ask for ask in self._store.asks.of_step(run, self.round, number)}
+        if self._store.blobs.space is not None and not known.keys() >= set(asked):
+            self._store.blobs.space.check(1)  # else devices would train for answers that the front refuses
         asks = []
         encoded = self._encoder(payload)
         for device in asked:

@@ -202,7 +202,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
             return
         if self._authorities is not None and not self._authorities.accept(holder.issuer):
             text = f"the certificate of {holder.role} {holder.name!r} is of a CA that the server no longer accepts"
-            raise RefusedError(Code.EXPIRED, f"{text}; enrol again with a new token")
+            device = holder.role is Role.DEVICE
+            remedy = "enrol again with a new token" if device else "ask for a new one of `fleetdistill pki issue`"
+            raise RefusedError(Code.EXPIRED, f"{text}; {remedy}")
         if holder.expires_at < time.time():
             text = f"the certificate of {holder.role} {holder.name!r} has expired; renew it or enrol again"
             raise RefusedError(Code.EXPIRED, text)
