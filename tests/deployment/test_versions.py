@@ -136,10 +136,11 @@ def test_what_was_delivered_before_a_kill_is_used_offline(tmp_path: Path, kind: 
         if event.kind == kind:
             raise SystemExit
 
-    device, _ = device_of(tmp_path, range(11, 12), on_event=die)
-    with pytest.raises(SystemExit):
-        device.step(0)
-    device.close(leave=False)
+    for link in (LyingLink(ask(round=11)), Away()):  # and a second kill, offline, before the app has the event
+        device, _ = device_at(link, tmp_path, export="round", on_event=die)
+        with pytest.raises(SystemExit):
+            device.step(0)
+        device.close(leave=False)
     restarted, events = device_at(Away(), tmp_path, export="round")
     with restarted:
         assert restarted.version == 1

@@ -125,11 +125,15 @@ class Turns:
         return True
 
     def _settle_or_answer(self, wait_seconds: float) -> tuple[Step, float]:
-        with self._parts.lock.held():
-            self._check_in.take_replaced_data()
-            terms = self._current_terms()
-            pending = self._parts.storage.outbox.pending()
-            self._events.emit_put_aside(self._parts.storage.put_aside)
+        try:
+            with self._parts.lock.held():
+                self._check_in.take_replaced_data()
+                terms = self._check_in.current_terms(self._contact.restored)
+                pending = self._parts.storage.outbox.pending()
+                self._events.emit_put_aside(self._parts.storage.put_aside)
+        except LinkError:
+            self._settle_without_server()
+            raise
         if pending is not None:
             acknowledged = self._sender.settle(pending, terms, self._contact.restored)
             return Step.ANSWERED if acknowledged else Step.DECLINED, 0.0
@@ -146,15 +150,13 @@ class Turns:
         self._note_work(response, asked_at)
         return self._handle(response, terms)
 
-    def _current_terms(self) -> service_pb2.CheckInResponse:
-        """Returns the server's terms; without the server the app still gets what an earlier process delivered."""
-        try:
-            return self._check_in.current_terms(self._contact.restored)
-        except LinkError:
-            if self._parts.storage.outbox.pending() is None:
-                self._sender.emit_outcome()
-                self._deployer.settle()
-            raise
+    def _settle_without_server(self) -> None:
+        """Emits and exports what an earlier process delivered before it ended."""
+        with self._parts.lock.held():
+            pending = self._parts.storage.outbox.pending()
+        if pending is None:  # the lock is released: the app gets its events before they are marked as reported
+            self._sender.emit_outcome()
+            self._deployer.settle()
 
     def _next_ask(self, wait_seconds: float) -> service_pb2.NextAskResponse | None:
         """Requests an ask; returns None if `wake` has ended the wait for it."""
