@@ -201,9 +201,9 @@ class Predictor:
         """Reports once which variants a device has exported if it has not exported this one."""
         others = ", ".join(sorted(path.stem for path in self._path.parent.glob("*.onnx")))
         error = f"the directory has the variants {others}" if others else ""
-        if error != self.error:
-            self.error = error
-            logger.warning("%s does not exist; %s", self._path, error or "nor does any other variant")
+        if error and error != self.error:
+            logger.warning("%s does not exist; %s", self._path, error)
+        self.error = error
 
     def _load(self) -> bool:
         try:

@@ -233,10 +233,8 @@ class Events:
     def emit_not_exported(self, version: Version, error: BaseException) -> None:
         """Emits and logs that a delivered model could not be written as ONNX."""
         text = f"version {version.number} of the model could not be exported: {_describe(error)}"
-        text += (
-            "; the previous file remains. Tried again at the next delivery, at the next start, and in a minute if it "
-        )
-        text += "was an error of the disk"
+        text += "; the previous file remains. Tried again at the next delivery and the next start"
+        text += ", and in a minute after an error of the disk"
         self.emit("not-exported", version.round, text, self._noted(version, error))
 
     def _noted(self, version: Version, error: BaseException) -> dict[str, Any]:

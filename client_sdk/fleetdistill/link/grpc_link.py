@@ -270,7 +270,7 @@ class GrpcLink:
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         try:
-            with _translated(self._server):
+            with _as_link_errors(self._server):
                 yield
         except _NotAdmitted as error:
             self._check_tls(error)
@@ -329,7 +329,7 @@ def errors_of(server: str, identity: Path | None = None) -> Iterator[None]:
         identity: Directory with the certificate of the caller, a person.
     """
     try:
-        with _translated(server):
+        with _as_link_errors(server):
             yield
     except _NotAdmitted as error:
         text = str(error)
@@ -340,7 +340,7 @@ def errors_of(server: str, identity: Path | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _translated(server: str) -> Iterator[None]:
+def _as_link_errors(server: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:

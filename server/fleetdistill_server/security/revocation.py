@@ -44,8 +44,7 @@ def has_person(pki: Path, role: str, name: str) -> bool:
 
 def check_not_revoked(store: Store, role: str, name: str) -> None:
     """Raises ConfigurationError if a device or person was revoked, which cannot be undone."""
-    subject = f"{role}:{name}"
-    if any(item.subject == subject for item in store.credentials.revocations()):
+    if store.credentials.is_revoked(f"{role}:{name}"):
         raise ConfigurationError(f"{role} {name!r} was revoked, which is permanent; use another name")
 
 

@@ -94,7 +94,7 @@ class Credentials:
             self._db.insert("revocations", row, "ON CONFLICT (subject) DO NOTHING")
         return not known
 
-    def is_revoked(self, holder: str, certificate: str) -> bool:
+    def is_revoked(self, holder: str, certificate: str = "") -> bool:
         """Returns whether a holder (`device:ID`) or its certificate (`serial:HEX`) is revoked; runs for every call."""
         sql = "SELECT 1 FROM revocations WHERE subject IN (?, ?) LIMIT 1"
         return self._db.exists(sql, holder, certificate)

@@ -79,10 +79,8 @@ def disk_problems(server: ServerSection, directory: Path) -> list[str]:
         text = f"only {readable_bytes(free)} are free at {place}, so uploads are refused: free some space, or lower"
         return [f"{text} [server] keep_free_bytes, which is {readable_bytes(keep)}"]
     if budget and (used := bytes_under(directory)) >= budget:
-        text = (
-            f"the store has {readable_bytes(used)}, so uploads are refused: run `fleetdistill runs prune RUN`, or raise"
-        )
-        return [f"{text} [server] disk_budget_bytes, which is {readable_bytes(budget)}"]
+        text = f"the store has {readable_bytes(used)}, so uploads are refused: run `fleetdistill runs prune RUN`, or"
+        return [f"{text} raise [server] disk_budget_bytes, which is {readable_bytes(budget)}"]
     return []
 
 
