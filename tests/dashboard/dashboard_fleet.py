@@ -67,3 +67,10 @@ def devices_at_work(address: str, work: Path, run: str, count: int = 2) -> Itera
             thread.join()
         for device in devices:
             device.close()
+
+
+def tiles_of(page: Any, region: str, awaited: str) -> dict[str, str]:
+    """The tiles of a region of a page by name, once one of them has a text."""
+    tiles = page.get_by_role("region", name=region).locator("dl div")
+    tiles.filter(has_text=awaited).first.wait_for()
+    return dict(zip(tiles.locator("dt").all_text_contents(), tiles.locator("dd").all_text_contents(), strict=True))

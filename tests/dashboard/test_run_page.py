@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dashboard.dashboard_fleet import SETTINGS, devices_at_work
+from dashboard.dashboard_fleet import SETTINGS, devices_at_work, tiles_of
 from support.dashboards import Watched, dashboard, picture
 from support.served import RUN, served
 
@@ -120,11 +120,7 @@ def test_more_events_are_shown_once_up_to_a_thousand(stored: Path, page: Any) ->
 def test_the_bytes_that_were_saved_are_those_of_both_directions(stored: Path, page: Any) -> None:
     with dashboard(stored, "--store", "store") as url:
         page.goto(f"{url}/runs/{RUN}?tab=data-and-bytes")
-        figures = page.get_by_role("region", name="Bytes by kind").locator("dl div")
-        figures.filter(has_text="MB").first.wait_for()
-        shown = dict(
-            zip(figures.locator("dt").all_text_contents(), figures.locator("dd").all_text_contents(), strict=True)
-        )
+        shown = tiles_of(page, "Bytes by kind", "MB")
     assert shown == {
         "Received from devices": "2.00 MB",
         "Sent to devices": "3.50 MB",

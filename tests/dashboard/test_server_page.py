@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dashboard.dashboard_fleet import SETTINGS
+from dashboard.dashboard_fleet import SETTINGS, tiles_of
 from support.dashboards import Watched, dashboard, picture
 from support.secured import make_pki
 from support.served import RUN, served
@@ -95,11 +95,7 @@ def large_store(tmp_path: Path) -> Path:
 def test_the_size_of_the_store_is_shown_with_its_limits(large_store: Path, page: Any) -> None:
     with dashboard(large_store, "--store", "store") as url:
         page.goto(f"{url}/server")
-        figures = page.get_by_role("region", name="Store and disk").locator("dl div")
-        figures.filter(has_text="of 9.00 MB").first.wait_for()
-        shown = dict(
-            zip(figures.locator("dt").all_text_contents(), figures.locator("dd").all_text_contents(), strict=True)
-        )
+        shown = tiles_of(page, "Store and disk", "of 9.00 MB")
     assert re.fullmatch(r"3\.\d\d MB of 9\.00 MB", shown["Size of the store"])
     assert shown["Uploads are refused below"] == "7.00 MB"
     assert (shown["Database"], shown["Payloads"]) == ("SQLite", "files")
