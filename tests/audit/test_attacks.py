@@ -203,6 +203,7 @@ def test_a_sum_of_one_device_is_attacked_as_its_part(public: PublicSet) -> None:
         assert scores == pytest.approx(alone["statistics", name], abs=0.05 * np.abs(scores).max()), name
 
 
+@pytest.mark.long
 def test_more_devices_in_a_sum_link_less_on_average() -> None:
     """Devices of 40 rows, three seeds: the share of decoys below a row falls with the devices in the sum."""
     result: dict[int, list[float]] = {1: [], 4: [], 20: []}

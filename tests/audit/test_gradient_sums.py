@@ -81,6 +81,7 @@ def test_the_stack_has_the_class_and_the_probabilities() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_audit_asks_the_gradient_sums_of_a_refined_run() -> None:
     config = run_of("classstats", "", refine="gradients")
     result = audit(Audit(config=config, data=load_dataset("digits"), devices=2, rows=300, rounds=1))
@@ -91,6 +92,7 @@ def test_an_audit_asks_the_gradient_sums_of_a_refined_run() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_secure_sums_of_gradients_are_attacked() -> None:
     """The server's sum at each head is that of all rows' gradients, and no device's gradient is seen in clear."""
     config = run_of("classstats_summed", "", refine="gradients")

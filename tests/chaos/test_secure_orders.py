@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from chaos.secure_orders import play
+from support.long import long_except
 from support.secure_fleet import SecureFleet
 
 from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK
@@ -14,7 +15,7 @@ from fleetdistill.state.secure_sessions import Steps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", ["unsigned", "roster"])
+@pytest.mark.parametrize("keys", long_except(["unsigned", "roster"], "unsigned"))
 @pytest.mark.parametrize(("fleets", "asks"), [(4, 250), pytest.param(25, 200, marks=pytest.mark.long)])
 def test_no_order_of_asks_gets_too_much(tmp_path, keys, fleets, asks):
     answered: dict[str, int] = {}
@@ -31,8 +32,8 @@ def test_no_order_of_asks_gets_too_much(tmp_path, keys, fleets, asks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", ["unsigned", "roster"])
-@pytest.mark.parametrize("epsilon", [5.0, 20.0])
+@pytest.mark.parametrize("keys", long_except(["unsigned", "roster"], "unsigned"))
+@pytest.mark.parametrize("epsilon", [5.0, pytest.param(20.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("fleets", "asks"), [(5, 250), pytest.param(25, 250, marks=pytest.mark.long)])
 def test_no_order_of_asks_gets_past_the_ledger(tmp_path, keys, epsilon, fleets, asks):
     """With noise and a budget of one sum, or of some: each sum that a device has sent to is in its ledger, once."""
@@ -63,6 +64,7 @@ def test_a_device_that_charges_another_sum_is_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_device_that_believes_too_long_is_found(tmp_path, monkeypatch):
     """One that takes the server's word that a sum failed in which it has given its shares."""
     monkeypatch.setattr(Steps, "may_be_finished", lambda steps, *, is_signed: is_signed and steps.has_input)

@@ -14,6 +14,7 @@ CALM = 9
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sums_are_right_or_stay_closed(tmp_path):
     sessions = list(play_all(20, 1, tmp_path))
     assert not [finding for session in sessions for finding in session.wrong]

@@ -260,6 +260,7 @@ def test_serve_refuses_a_file_that_is_missing_or_wrong(tmp_path: Path) -> None:
     assert "rounds" in said
 
 
+@pytest.mark.long
 def test_serve_refuses_a_run_that_changed(work: Path, tmp_path: Path) -> None:
     changed = tmp_path / "run.toml"
     changed.write_text((work / "run.toml").read_text().replace("seed = 0", "seed = 3"))

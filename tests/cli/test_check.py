@@ -110,6 +110,7 @@ def test_what_apps_must_allow_is_told(tmp_path: Path, refine: str, told: bool) -
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.long
 def test_what_a_pretrained_extractor_does_is_told(tmp_path: Path) -> None:
     settings = {"model_extractor": "torchvision:shufflenet_v2_x0_5", "model_extractor_weights": weights_file(tmp_path)}
     path = write(tmp_path, run_method="classstats", run_rounds=1, contract_input_shape=[3, 32, 300], **settings)

@@ -54,7 +54,7 @@ from fleetdistill_server.texts import readable_bytes
 
 WIDTH = 118
 every_method = pytest.mark.parametrize("method", EVERY_METHOD)
-USUAL = {"classstats", "dafkd", "fedavg", "feddkc"}
+USUAL = {"classstats", "fedavg", "feddkc"}
 
 
 def call(*words: str) -> Result:
@@ -368,7 +368,8 @@ def run_toml(directory: Path, method: str, **settings: Any) -> Path:
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
-        *((method, {}) for method in EVERY_METHOD),
+        *((method, {}) for method in sorted(USUAL)),
+        *(pytest.param(method, {}, marks=pytest.mark.long) for method in sorted(set(EVERY_METHOD) - USUAL)),
         ("feddkd", {"dkd_steps": 5}),
         ("cdkt", {"knowledge": "repfull"}),
     ],

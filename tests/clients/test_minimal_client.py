@@ -90,6 +90,7 @@ def test_it_takes_part_in_fedavg_with_a_device_of_the_sdk(tmp_path: Path) -> Non
     assert output.count("round 2: ") == 2
 
 
+@pytest.mark.long
 def test_client_takes_part_in_feddkc_and_learns_from_logits(tmp_path: Path) -> None:
     played("feddkc", tmp_path, teacher_guard=False)
     answers = [(number, "train", device) for number in (1, 2) for device in ("plain", "sdk")]

@@ -205,6 +205,7 @@ def revoked(service: Service, device: str) -> bool:
         store.close()
 
 
+@pytest.mark.long
 def test_viewer_sees_no_actions_and_server_would_refuse_them(service: Service, page: Any) -> None:
     with opened(service, service.viewer) as address:
         page.goto(f"{address}/runs/{RUN}")

@@ -145,6 +145,7 @@ def test_runs_share_the_unit_of_their_axis() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_runs_are_chosen_and_compared_in_a_browser(tmp_path: Path, page: Any) -> None:
     store = Store.open(tmp_path / "store")
     for number in range(6):
@@ -182,6 +183,7 @@ def two_runs(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_curves_of_compared_runs_have_their_units(two_runs: Path, page: Any) -> None:
     with dashboard(two_runs, "--store", "store") as url:
         page.goto(f"{url}/compare?runs=run-0,run-1")

@@ -107,6 +107,7 @@ def stored(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_more_events_are_shown_once_up_to_a_thousand(stored: Path, page: Any) -> None:
     with dashboard(stored, "--store", "store") as url:
         page.goto(f"{url}/runs/{RUN}?tab=events")
@@ -117,6 +118,7 @@ def test_more_events_are_shown_once_up_to_a_thousand(stored: Path, page: Any) ->
         assert not more.is_visible(), "there are no more that it could show"
 
 
+@pytest.mark.long
 def test_the_bytes_that_were_saved_are_those_of_both_directions(stored: Path, page: Any) -> None:
     with dashboard(stored, "--store", "store") as url:
         page.goto(f"{url}/runs/{RUN}?tab=data-and-bytes")

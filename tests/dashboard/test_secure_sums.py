@@ -25,6 +25,7 @@ def directory(tmp_path: Path) -> Path:
     return result
 
 
+@pytest.mark.long
 def test_the_rounds_tab_shows_the_secure_sums(directory: Path, page: Any, watched: Watched) -> None:
     with dashboard(directory.parent, "--store", directory.name) as url:
         page.goto(f"{url}/runs/{RUN}?tab=rounds")

@@ -151,6 +151,7 @@ def test_printed_address_signs_in_and_token_file_is_not_printed(work: Path, addr
             assert opened.get(printed[0]).status_code == 200
 
 
+@pytest.mark.long
 def test_a_session_of_one_dashboard_is_not_valid_at_another(work: Path, signed_in: httpx.Client) -> None:
     other = work / "second"
     other.mkdir()
@@ -232,6 +233,7 @@ def test_sign_out_moves_all_browser_windows_to_sign_in_page(address: str, page: 
     assert RUN not in page.content()
 
 
+@pytest.mark.long
 def test_sign_out_reaches_a_page_that_has_never_connected(address: str, page: Any) -> None:
     page.goto(address)
     page.get_by_text(RUN).wait_for()
@@ -329,6 +331,7 @@ FRAME = """url => new Promise(done => {
 })"""
 
 
+@pytest.mark.long
 def test_page_of_other_origin_in_browser_cannot_read_or_act(browser: Any, address: str, other_origin: str) -> None:
     context = browser.new_context()
     page = context.new_page()

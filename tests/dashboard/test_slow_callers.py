@@ -27,6 +27,7 @@ def is_closed(connection: socket.socket) -> bool:
     return bool(seen.poll(0))
 
 
+@pytest.mark.long
 def test_slow_callers_have_few_connections(tmp_path: Path) -> None:
     Store.open(tmp_path / "store").close()
     with dashboard(tmp_path, "--store", str(tmp_path / "store")) as address, httpx.Client(base_url=address) as client:

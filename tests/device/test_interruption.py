@@ -109,7 +109,7 @@ def test_stop_ends_a_call_and_the_work_is_done_later(tmp_path: Path, call: str) 
 
 
 @pytest.mark.parametrize(
-    "call", long_except(["check_in", "next_ask", "upload_status", "upload", "download"], "next_ask", "upload")
+    "call", long_except(["check_in", "next_ask", "upload_status", "upload", "download"], "next_ask")
 )
 def test_interrupt_cancels_every_call_to_a_silent_server(call: str) -> None:
     identity = service_pb2.Identity(run="r", device="d")

@@ -298,6 +298,7 @@ def test_a_device_holds_the_server_to_the_runs_settings(tmp_path, settings, chan
     assert fleet.sum(number=2).devices
 
 
+@pytest.mark.long
 def test_the_rule_for_colluders_is_of_those_that_take_part(tmp_path):
     """A tenth of 30 devices may add no noise, not of the 21 that suffice."""
     fleet = SecureFleet(tmp_path, 30, keys="roster")

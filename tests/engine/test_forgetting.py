@@ -25,6 +25,7 @@ from support.fleets import RUN, RUNS, Prepared, outcome, prepare, run_in_memory
 from support.forked import ForkedEngine, forked_forget_command
 from support.live_front import RUN as MADE_RUN
 from support.live_front import open_round, prepare_store, upload_name, write_asks
+from support.long import long_except
 from support.processes import wait_until
 from support.sqlite import tables_of
 from support.wire_samples import in_pieces, make_identity, make_payload, make_profile
@@ -614,7 +615,7 @@ def test_of_other_devices_what_comes_too_late_is_left_to_a_sweep(
 # --- deleting the young too
 
 
-@pytest.mark.parametrize("point", NAMED_LATER)
+@pytest.mark.parametrize("point", long_except(NAMED_LATER, "blob.after-commit", "engine.asks.before-commit"))
 def test_run_ends_the_same_though_all_unneeded_data_are_deleted(
     point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

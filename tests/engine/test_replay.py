@@ -143,6 +143,7 @@ def run_sdk_fleet(work: Path, blows_at: int = -1) -> tuple[Store, int]:
     return store, fuse.touched
 
 
+@pytest.mark.long
 def test_sdk_fleet_survives_death_of_engine_at_every_wait(tmp_path: Path) -> None:
     expected, steps = run_sdk_fleet(tmp_path / "undisturbed")
     assert steps > 6

@@ -400,6 +400,7 @@ def test_an_answer_ends_the_pauses_after_unanswered_rounds() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_engine_process_goes_on_and_ends_well_at_stop(tmp_path: Path) -> None:
     """FedAvg, which always has something to do, so there are rounds to be killed in."""
     config, specs, work = prepare(replace(SMALL, method="fedavg"), tmp_path / "work")

@@ -176,6 +176,7 @@ def test_the_engine_may_die_at_every_step_of_a_sum(keys: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["classstats_secure", "classstats_summed"])
 def test_a_sum_is_kept_when_nobody_gets_the_class_space(method: str, tmp_path: Path) -> None:
     """The round falls short after the sum, and one device does not come back: no second sum shows the difference."""
@@ -207,6 +208,7 @@ def test_a_sum_is_kept_when_nobody_gets_the_class_space(method: str, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_short_round_leaves_no_payload_of_its_sum(tmp_path: Path) -> None:
     """Two of five devices are gone before they send their masked input, and the engine dies after this round."""
     fleet = Fleet("unsigned", tmp_path / "work", summing("classstats_secure"))
@@ -277,6 +279,7 @@ def test_the_engine_reads_whose_boxes_did_not_open(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_devices_may_die_at_every_failpoint_of_a_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices die once at each failpoint of their own. With a roster, a sum that falls short would be charged again."""
     fleet, died = Fleet("unsigned", tmp_path / "work"), set[str]()

@@ -265,6 +265,7 @@ def third_device(port: int, directory: Path) -> Iterator[ThirdDevice]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_completes_whatever_one_of_its_devices_does(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     front_ends, (engine_ends,) = make_ends()

@@ -43,12 +43,14 @@ def _runs(said: str) -> list[str]:
     return [line.rpartition(":")[0] for line in said.splitlines() if " of " in line and "seed" in line]
 
 
+@pytest.mark.long
 def test_missing_controls_are_said(tmp_path: Path) -> None:
     said = call(tmp_path, "--method", "fedprox", "--seeds", "0").stdout
     assert "A control is missing: training alone; add --method no_transfer." in said
     assert "add --method fedavg" in said
 
 
+@pytest.mark.long
 def test_comparison_says_its_partition_and_devices(tmp_path: Path) -> None:
     few = ("devices=3", "devices_per_round=1", "min_devices=1")
     words = [word for text in few for word in ("--set", f"simulation.{text}")]
@@ -81,6 +83,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_other_settings_are_other_runs(tmp_path: Path) -> None:
     assert call(tmp_path, "--method", "fedavg", "--seeds", "0").exit_code == 0
     said = call(tmp_path, "--method", "fedavg", "--seeds", "0", "--set", "simulation.devices=3", "--json")

@@ -149,6 +149,7 @@ def test_run_without_its_report_is_repeated(done, tmp_path: Path) -> None:
     assert figures(tmp_path) == figures(folder)
 
 
+@pytest.mark.long
 def test_finished_run_keeps_the_versions_that_made_it(done, tmp_path: Path) -> None:
     folder, _ = done
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
@@ -190,6 +191,7 @@ def test_run_can_be_repeated_by_simulate(done, tmp_path: Path) -> None:
     assert simulate(merge_settings(Simulation(out=tmp_path), sections)).mean_accuracy_fleet == accuracy
 
 
+@pytest.mark.long
 def test_killed_experiment_continues_to_the_same_results(done, tmp_path: Path) -> None:
     """The runner is killed in the second run; its process ends, and the next call takes up what is there."""
     folder, _ = done
@@ -215,6 +217,7 @@ def test_killed_experiment_continues_to_the_same_results(done, tmp_path: Path) -
     assert figures(tmp_path) == figures(folder)
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_with_a_sentence_and_continues(tmp_path: Path) -> None:
     start = "from fleetdistill_server.start import main; main()"
     command = [sys.executable, "-c", start, "compare", "--method", "fedavg", "--seeds", "0-3"]
@@ -233,6 +236,7 @@ def test_ctrl_c_ends_with_a_sentence_and_continues(tmp_path: Path) -> None:
         assert {run.status for run in results.runs().values()} == {"finished"}
 
 
+@pytest.mark.long
 def test_failed_run_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its data set is missing; the other run is not concerned."""
     monkeypatch.delenv("FLEETDISTILL_DATA", raising=False)
@@ -325,6 +329,7 @@ def call(*words: str):
     return CliRunner().invoke(app, ["experiment", *words])
 
 
+@pytest.mark.long
 def test_tuned_value_is_the_best_on_held_out_rows(tmp_path: Path) -> None:
     """A rate of 0 leaves the initial weights, so that the other one is chosen; the page and the runs have it."""
     methods = {"FedAvg": MethodEntry(method="fedavg"), "alone": MethodEntry(method="no_transfer")}
@@ -378,6 +383,7 @@ def test_packaged_experiments_are_listed_and_shown(tmp_path: Path) -> None:
     assert next(iter(read_experiment(tmp_path / "mine.toml").methods)) == "class statistics"
 
 
+@pytest.mark.long
 def test_compare_says_what_changed(done, tmp_path: Path) -> None:
     folder, _ = done
     methods = {

@@ -46,6 +46,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     opened.close()
 
 
+@pytest.mark.long
 def test_an_expired_certificate_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_pki(tmp_path).issue_server([], 1e-9)
     server = ServerSection(pki=str(tmp_path), enrol_listen="127.0.0.1:0")

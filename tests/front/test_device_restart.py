@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.live_front import RUN, Client, LiveFront, open_round, write_asks
 from support.processes import PATIENCE_SECONDS, wait_until
 from support.small_device import small_device
@@ -84,6 +85,7 @@ def answer(port: int, state_dir: str, chunks: int) -> None:
     device.step(0)
 
 
+@pytest.mark.long
 def test_a_download_goes_on_after_the_death_of_the_device(
     client: Client, front: LiveFront, store: Store, tmp_path: Path
 ) -> None:

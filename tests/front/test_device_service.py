@@ -239,7 +239,9 @@ def test_device_asking_again_is_woken_though_first_call_was_cut(client: Client, 
     assert time.monotonic() - started < LONG_WAIT / 2
 
 
-@pytest.mark.parametrize("seconds", [math.nan, math.inf, 1e300])
+@pytest.mark.parametrize(
+    "seconds", [math.nan, *(pytest.param(seconds, marks=pytest.mark.long) for seconds in (math.inf, 1e300))]
+)
 def test_a_senseless_wait_hurts_nobody(client: Client, front: LiveFront, store: Store, seconds: float) -> None:
     waiting = client.start_next_ask(seconds)
     time.sleep(0.2)
@@ -461,6 +463,7 @@ def test_a_stream_that_ends_early_keeps_what_it_brought(client: Client, store: S
     assert refusals == [], "this is how a device's killed process looks"
 
 
+@pytest.mark.long
 def test_two_streams_of_one_upload_end_in_one_receipt(client: Client, store: Store) -> None:
     name, payload = ask(store, client), make_payload(rows=50)
     begin = [client.header(name, payload), *as_messages(in_pieces(payload, PIECE)[:10])]

@@ -354,6 +354,7 @@ def test_a_sender_that_falls_silent_is_ended_and_may_go_on_later(client: Client,
     assert client.upload(name, payload, held * PIECE).sha256 == payload.sha256
 
 
+@pytest.mark.long
 def test_a_sender_of_crumbs_is_ended(client: Client, store: Store) -> None:
     name, payload = ask(store, client), make_payload(rows=50)
 
@@ -551,6 +552,7 @@ def waiting_front(directory: Path) -> Iterator[LiveFront]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "first",
     [
@@ -590,6 +592,7 @@ def test_connection_that_answers_pings_but_never_calls_is_closed(front: LiveFron
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_hundred_silent_uploads_hold_no_thread_of_the_pool(front: LiveFront, client: Client, store: Store) -> None:
     with contextlib.ExitStack() as stack:
         silent = []
@@ -735,6 +738,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("port", ["port", "enrol_port"])
 @pytest.mark.parametrize(
     "first",
@@ -755,6 +759,7 @@ def test_thousand_unfinished_handshakes_do_not_stop_others(world: Secured, port:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("port", ["port", "enrol_port"])
 def test_address_keeps_few_unknown_connections_and_known_stay(tmp_path: Path, port: str) -> None:
     limits = Limits(unknown_connections=300, unknown_connections_per_address=150, handshake_seconds=3600.0)

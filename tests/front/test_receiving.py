@@ -78,6 +78,7 @@ def _open_streams(connection: RawConnection) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("path", [pytest.param(CHECK_IN, marks=pytest.mark.long), UPLOAD])
 def test_requests_that_never_end_have_a_quota_of_memory(tmp_path: Path, path: str) -> None:
     prepare_store(tmp_path / "store").close()
@@ -93,6 +94,7 @@ def test_requests_that_never_end_have_a_quota_of_memory(tmp_path: Path, path: st
             assert client.check_in().run
 
 
+@pytest.mark.long
 def test_a_request_that_is_too_large_for_its_method_is_refused(tmp_path: Path) -> None:
     prepare_store(tmp_path / "store").close()
     with live_front(tmp_path / "store") as front, client_of(front) as client:

@@ -64,6 +64,7 @@ def test_every_server_reply_to_device_is_among_fuzzed_messages() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_devices_over_grpc(training: list[Played]) -> None:
     with device_target(training, remote=True) as target:
         _, broken = fuzz_in_process(target, 200, seed=1)
@@ -74,6 +75,7 @@ def test_devices_over_grpc(training: list[Played]) -> None:
 # --- would it notice? Each of these is a fault that devices had; threads without bound would hurt the machine instead.
 
 
+@pytest.mark.long
 def test_a_pause_that_overflows_is_found(training: list[Played]) -> None:
     with pytest.MonkeyPatch.context() as patch, device_target(training) as target:
         patch.setattr("fleetdistill.device.loop.pause_seconds", lambda pause, remote: int(pause.after_seconds))

@@ -100,6 +100,7 @@ def test_a_sweep_ends_the_deletion_of_a_process_that_died(fleet: Fleet) -> None:
     assert not fleet.store.deletions.announced()
 
 
+@pytest.mark.long
 @pytest.mark.postgres
 @pytest.mark.s3
 @pytest.mark.parametrize("location", ["apart"], indirect=True)

@@ -248,7 +248,7 @@ def spec_of(name: str, data: Pair, work: Path) -> DeviceSpec:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [{}, {"refine": "gradients"}])
+@pytest.mark.parametrize("method", [{}, pytest.param({"refine": "gradients"}, marks=pytest.mark.long)])
 def test_light_device_gets_same_space_and_answers_as_with_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any]
 ) -> None:
@@ -791,6 +791,7 @@ def test_inputs_of_another_shape_are_refused(offered: Offered, space: ClassSpace
 # --- export
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("classes_known", [CLASSES, 4])
 def test_both_answers_are_exported_and_agree(offered: Offered, tmp_path: Path, classes_known: int) -> None:
     data = classes_below(classes_known, digits(0))

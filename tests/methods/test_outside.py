@@ -67,6 +67,7 @@ def small(method: str, out: Path | str, *modules: str) -> Simulation:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_imported_method_gives_the_same_over_both_links(with_own_method: None, tmp_path: Path) -> None:
     options = ["--import", "own_method", "--method", "proximal", "--set", "method.mu=0.1"]
     memory, grpc = (simulated(tmp_path / link, "--link", link, *options) for link in ("memory", "grpc"))

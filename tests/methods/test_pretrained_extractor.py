@@ -264,6 +264,7 @@ def publish(config: RunConfig, store: Store) -> None:
     store.runs.publish_contract(RUN, contract.SerializeToString())
 
 
+@pytest.mark.long
 def test_fleet_of_mixed_predictors_learns_on_given_extractor(case: Any, tmp_path: Path) -> None:
     config, store, blank, features = case
     given = torch.load(Given.weights, weights_only=True)

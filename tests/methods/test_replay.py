@@ -89,6 +89,7 @@ def test_who_is_left_out_is_the_same_after_every_death(tmp_path: Path) -> None:
     assert record(disturbed) == record(undisturbed)
 
 
+@pytest.mark.long
 @runs_apart(REPRODUCIBLE, usual="fedavg")
 def test_run_in_postgres_and_object_store_equals_one_in_memory(
     name: str, undisturbed: Undisturbed, database_url: str, blobs_url: str, tmp_path: Path

@@ -83,6 +83,7 @@ def test_a_killed_front_continues_its_counters(server: Server) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_engine_is_counted_and_its_run_goes_on(server: Server) -> None:
     before = scraped_until(server.metrics, lambda now: now.value("process_up", process="engine"), "the engine")
     after = server.kill(ENGINE, before, "engine")
@@ -92,6 +93,7 @@ def test_a_killed_engine_is_counted_and_its_run_goes_on(server: Server) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_refused_upload_is_counted_with_its_code(server: Server) -> None:
     scraped_until(server.metrics, lambda now: now.value("run_info", status="waiting for devices"), "the contract")
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel, refused() as result:

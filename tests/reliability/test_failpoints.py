@@ -72,7 +72,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", long_except(POINTS, "engine", FRAGILE))
+@pytest.mark.parametrize("process", long_except(POINTS, "engine"))
 def test_kills_at_every_point_change_nothing(
     process: str, location: Location, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:

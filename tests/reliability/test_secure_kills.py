@@ -12,6 +12,7 @@ from typing import Any, overload
 import numpy as np
 import pytest
 from support.fleets import assert_no_upload_lost
+from support.long import long_except
 from support.small_run import FRAGILE, Place, SmallRun, small_run, store_of
 from support.summing_run import CLASSES, DIMENSIONS, PRIVATE_SUMS, SUMS, rows_of
 
@@ -67,7 +68,7 @@ def assert_right(run: SmallRun) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", ["nobody", *WHO])
+@pytest.mark.parametrize("process", long_except(["nobody", *WHO], "nobody", "front"))
 def test_kills_at_every_point_of_a_sum(process: str, tmp_path: Path) -> None:
     """Each life ends at the next point of the table."""
     points = points_of(WHO.get(process, ()))
@@ -114,7 +115,7 @@ def assert_charged(run: SmallRun) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", ["nobody", *WHO])
+@pytest.mark.parametrize("process", long_except(["nobody", *WHO], "nobody"))
 def test_kills_at_every_point_of_a_private_sum(process: str, tmp_path: Path) -> None:
     points = points_of(WITH_NOISE.get(process, ()))
     deaths = {process: [f"{point}=kill" for point in points]}
@@ -182,6 +183,7 @@ def test_kills_at_every_point_of_every_step(process: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_kills_of_the_engine_in_every_step(tmp_path: Path) -> None:
     """Each life comes by the points of the steps before again, so the number of the hit names the step."""
     points = [

@@ -32,6 +32,7 @@ METHOD: dict[str, Any] = {"epsilon": 20.0, "dimensions": 32, "keys": "certificat
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_sum_over_mutual_tls_is_that_of_its_inputs(tmp_path: Path) -> None:
     """Enrolled devices make a sum with keys = certificates: number for number that of what they have frozen."""
     authority = make_pki(tmp_path / "pki")

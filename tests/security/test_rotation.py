@@ -205,6 +205,7 @@ def test_a_damaged_file_keeps_the_certificate_that_was_there(front: SecuredFront
     assert server_fingerprint(front) == before
 
 
+@pytest.mark.long
 def test_a_device_of_a_forgotten_ca_returns_with_a_token(front: SecuredFront, store: Store, tmp_path: Path) -> None:
     """As after a stolen key: its connection ends with the next call, and a new token helps, with the same key."""
     server = f"127.0.0.1:{front.port}"

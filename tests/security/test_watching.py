@@ -95,6 +95,7 @@ def test_a_run_that_is_not_there_is_a_sentence(watched: Watched) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("ending", ["the run", "Ctrl-C"])
 def test_following_over_the_network_ends_cleanly(watched: Watched, ending: str) -> None:
     command = [*COMMAND, "runs", "watch", RUN, *watched.there]

@@ -43,6 +43,7 @@ def needed(store: Store) -> set[str]:
     return {item.hex() for item in {row.checkpoint, *payloads}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("restarted", [False, True])
 def test_server_forgets_device_of_a_finished_run(tmp_path: Path, restarted: bool) -> None:
     (tmp_path / "server").mkdir()

@@ -330,6 +330,7 @@ def test_one_byte_of_the_front_wakes_every_engine() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_runs_are_created_paused_and_resumed_beside_a_server(tmp_path: Path) -> None:
     where = ["--store", str(tmp_path / "store")]
     server = tmp_path / "server.toml"

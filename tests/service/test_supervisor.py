@@ -143,6 +143,7 @@ def _asks_open(store: Store) -> bool:
     return bool(store.runs.open_round(RUN)) and bool(store.asks.devices_with_open(RUN))
 
 
+@pytest.mark.long
 def test_second_server_of_same_run_does_not_disturb_first(shared: tuple[Served, Store, Path]) -> None:
     served, store, config = shared
     owner = run_row(store).engine

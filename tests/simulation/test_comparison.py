@@ -260,6 +260,7 @@ def test_a_report_compares_the_exchange_with_every_control(exchanged: FleetRepor
     assert rows["FedAvg global"].bytes > 10 * general.bytes
 
 
+@pytest.mark.long
 def test_the_fleet_expects_what_its_devices_do_by_rows(exchanged: FleetReport) -> None:
     assert exchanged.leave_one_out is not None
     for answer, rate in exchanged.leave_one_out.items():

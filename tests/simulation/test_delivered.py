@@ -59,6 +59,7 @@ def test_the_accuracy_beside_a_file_is_the_files(method: str, settings: dict[str
     assert (report.delivered_accuracy_by_round == {}) == (method == "feddkc")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("score", ["sampled", "devices"])
 @pytest.mark.parametrize("method", ["fedavg", "feddkc"])
 def test_devices_without_a_file_have_the_same_accuracy(method: str, score: str, tmp_path: Path) -> None:
@@ -132,6 +133,7 @@ def cells(matrices: Sequence[Any]) -> list[int | None]:
     return [None if counts is None else int(counts[0, 0]) for counts in matrices]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.0, 0.3], ids=["takes", "chooses"])
 def test_a_personal_model_changes_its_predictor(share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the trained one to the closed form of the device's own statistics and back, with the fleet's classes."""

@@ -76,6 +76,7 @@ def check_devices(export: Any, report: FleetReport, part: list[str]) -> None:
         assert {device.model: device.accuracy_fleet for device in chosen} == best
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", long_except(["feddkc", "fedavg", "classstats"], "fedavg"))
 @pytest.mark.parametrize("export", ["one", "best", "all", "none", 1, 3, 100])
 def test_each_value_writes_the_models_of_its_devices(export: Any, method: str, tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_each_value_writes_the_models_of_its_devices(export: Any, method: str, t
     assert json.loads((tmp_path / "report.json").read_text())["devices"][0]["onnx_file"] == report.devices[0].onnx_file
 
 
-@pytest.mark.parametrize("name", long_except(ROUNDS_OF_ANY_SIZE, "fedavg", "feddkc", "classstats", "cdkt"))
+@pytest.mark.parametrize("name", long_except(ROUNDS_OF_ANY_SIZE, "fedavg", "feddkc"))
 @pytest.mark.parametrize("share", [0.0, 0.3], ids=["takes", "chooses"])
 def test_a_files_accuracy_is_the_devices(name: str, share: float, tmp_path: Path) -> None:
     """Also of devices that took part in the first round only, or may keep the model that they had."""
@@ -116,7 +117,7 @@ def test_a_files_accuracy_is_the_devices(name: str, share: float, tmp_path: Path
             assert own == pytest.approx(rate, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", long_except(RUNS, "fedavg", "classstats with a trained predictor"))
+@pytest.mark.parametrize("name", long_except(RUNS, "fedavg"))
 def test_an_architecture_is_traced_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the files answer like those that are traced each for itself."""
     traced = traced_models(monkeypatch)
@@ -137,7 +138,7 @@ def test_an_architecture_is_traced_once(name: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("durable", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("score", ["sampled", "devices", "global", "none"])
+@pytest.mark.parametrize("score", long_except(["sampled", "devices", "global", "none"], "sampled"))
 def test_files_do_not_depend_on_what_is_scored(score: Any, durable: bool, tmp_path: Path) -> None:
     """Nor on where the devices' states are."""
     one, other = tmp_path / "one", tmp_path / "other"
@@ -153,6 +154,7 @@ def test_files_do_not_depend_on_what_is_scored(score: Any, durable: bool, tmp_pa
         assert np.array_equal(*answers)
 
 
+@pytest.mark.long
 def test_a_finished_simulation_can_export_more_later(tmp_path: Path) -> None:
     wanted = replace(FLEET, export="none", out=tmp_path)
     first = simulate(wanted)

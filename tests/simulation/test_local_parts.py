@@ -78,6 +78,7 @@ def test_global_model_on_own_rows_adds_up_to_the_whole(name: str, tmp_path: Path
     assert row.own_accuracy == pytest.approx(np.mean(rates))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", long_except(KINDS, "fedavg", "classstats"))
 @pytest.mark.parametrize("score", ["sampled", "devices"])
 def test_a_model_has_both_figures_or_neither(name: str, score: Any, tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_a_model_has_both_figures_or_neither(name: str, score: Any, tmp_path: Pa
     assert report.comparison[0].own_accuracy == pytest.approx(report.mean_own_accuracy_alone)
 
 
-@pytest.mark.parametrize("name", long_except(KINDS, "fedavg", "classstats"))
+@pytest.mark.parametrize("name", long_except(KINDS, "fedavg"))
 def test_top_k_is_on_all_rows_and_fairness_on_own_rows(name: str, tmp_path: Path) -> None:
     """Among 9 of 10 classes the true one is found at least as often as with the first choice only."""
     wanted = fleet(name, tmp_path / "a", with_alone=True, with_fedavg=True)
@@ -188,6 +189,7 @@ def test_settings_without_effect_are_refused(changes: dict[str, Any], message: s
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("change", [{"workers": 2}, {"link": "grpc"}, {"durable": True}], ids=str)
 def test_own_figures_do_not_depend_on_where_devices_run(change: dict[str, Any], tmp_path: Path) -> None:
     here, there = (
@@ -222,6 +224,7 @@ def test_other_settings_work_with_own_test_rows(changes: dict[str, Any], tmp_pat
     assert len(of_global) == (score != "none")
 
 
+@pytest.mark.long
 def test_interrupted_and_resumed_figures_are_the_same(tmp_path: Path) -> None:
     """The global model's own accuracy is known at the end only."""
 

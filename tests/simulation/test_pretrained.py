@@ -41,6 +41,7 @@ def small(weights: str, out: Path) -> Simulation:
     return replace(SMALL, method="classstats", rounds=1, extractor=NETWORK, extractor_weights=weights, out=out)
 
 
+@pytest.mark.long
 def test_the_extractor_is_all_that_a_simulation_needs(weights: str, tmp_path: Path) -> None:
     report = simulate(small(weights, tmp_path / "out"))
     assert {device.model for device in report.devices} == {f"linear:{NETWORK}"}
@@ -65,6 +66,7 @@ def test_a_method_s_own_setting_remains(weights: str, tmp_path: Path) -> None:
     assert replace(wanted, settings={}, method="fedavg").configuration().local_epochs == 2
 
 
+@pytest.mark.long
 def test_precomputed_features_give_the_same_classes(weights: str, tmp_path: Path) -> None:
     wanted = replace(small(weights, tmp_path / "images"), settings={"dimensions": 64}, export="none")
     on_images = simulate(wanted)

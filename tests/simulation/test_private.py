@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+from support.long import long_except
 from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError
@@ -36,6 +37,7 @@ FLEET = Simulation(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("link", ["memory", pytest.param("grpc", marks=[pytest.mark.slow, pytest.mark.long])])
 def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
     report = simulate(replace(FLEET, link=link, out=tmp_path))
@@ -69,8 +71,8 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
         assert store.history.figures("simulation", "replaced", "validation") == []
 
 
-@pytest.mark.parametrize("keys", ["certificates", "roster"])
-@pytest.mark.parametrize("method", SUMMING)
+@pytest.mark.parametrize("keys", long_except(["certificates", "roster"], "roster"))
+@pytest.mark.parametrize("method", long_except(SUMMING, "classstats_secure"))
 @pytest.mark.parametrize("link", ["memory", pytest.param("grpc", marks=[pytest.mark.slow, pytest.mark.long])])
 def test_simulated_devices_have_what_vouches_for_keys(tmp_path, link, method, keys):
     key = (

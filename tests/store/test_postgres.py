@@ -55,6 +55,7 @@ def test_placeholders_are_numbered_in_order_or_keep_own_numbers() -> None:
     assert number_parameters("a = ?2 AND b = ?1 AND c = ?2") == "a = $2 AND b = $1 AND c = $2"
 
 
+@pytest.mark.long
 def test_a_store_outlives_a_crash_of_the_server(own_server: Postgres, tmp_path: Path) -> None:
     with own_server.schema() as url:
         store = Store.open(placed(tmp_path / "store", url))

@@ -106,7 +106,7 @@ def test_the_newest_checkpoints_are_kept_and_all_others_deleted(tmp_path: Path) 
     store.close()
 
 
-@pytest.mark.parametrize("keep_rounds", [0, 1, 2])
+@pytest.mark.parametrize("keep_rounds", [0, 1, pytest.param(2, marks=pytest.mark.long)])
 def test_what_a_rollback_finds_deleted_is_not_needed(keep_rounds: int, tmp_path: Path) -> None:
     prepared, store = prepare(RUNS["fedavg"], tmp_path / "work"), Store.open(tmp_path / "store")
     config = prepared[0]

@@ -94,6 +94,7 @@ def test_no_span_has_a_payload_a_secret_or_the_text_of_an_error(undisturbed: Col
     assert "keeps out of the first round" not in undisturbed.text, "the reason of the device's decline"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("point", "killed"),
     [

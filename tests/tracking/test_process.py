@@ -122,6 +122,7 @@ def test_event_files_have_simulation_figures_controls_and_models(tmp_path: Path)
     assert models == {"onnx/server.onnx", *(device.onnx_file for device in report.devices)}
 
 
+@pytest.mark.long
 def test_all_runs_of_server_are_tracked_also_later_ones(tmp_path: Path) -> None:
     port, events, store = free_port(), tmp_path / "events", tmp_path / "store"
     server, run = tmp_path / "server.toml", tmp_path / "new.toml"

@@ -64,6 +64,7 @@ def test_two_processes_train_as_one(number: int, results: Path) -> None:
         assert max(held) - min(held) < expected["held"] / 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [{}, SHARDED])
 def test_a_resume_point_of_two_processes_has_the_whole_state(settings: Mapping[str, Any], tmp_path: Path) -> None:
     """Two processes continue from it, and so does one."""

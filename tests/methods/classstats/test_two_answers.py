@@ -9,6 +9,7 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import pytest
 import torch
 from rich.console import Console
 from support.driving import DriveDevices
@@ -83,6 +84,7 @@ def test_both_answers_have_figures_in_store_and_report(tmp_path: Path) -> None:
     assert all(rate is not None for rate in report.global_accuracy_by_round)
 
 
+@pytest.mark.long
 def test_table_with_both_answers_per_device_fits_small_terminal(tmp_path: Path) -> None:
     report = simulate(replace(WANTED, with_alone=True, out=tmp_path))
     console = Console(width=118, record=True, file=StringIO())

@@ -390,6 +390,7 @@ def test_a_restored_server_goes_on_with_exact_sums():
 # --- groups
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["classstats_secure", SUMMED])
 def test_groups_form_separate_sums_at_random(method):
     names = "abcdefghijkl"

@@ -150,6 +150,7 @@ def test_only_workers_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert not list(due.iterdir())
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_within_a_task_costs_one_retry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -163,6 +164,7 @@ def test_a_worker_that_dies_within_a_task_costs_one_retry(
     ]
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_in_each_round_is_replaced(tmp_path: Path) -> None:
     """Once a round, since a task is repeated once, and the tasks of a round are over before the next one begins."""
     fleet = replace(FLEET, rounds=3)

@@ -118,6 +118,7 @@ def test_models_that_do_not_begin_alike_are_named(tmp_path: Path) -> None:
 # --- as long as they like
 
 
+@pytest.mark.long
 def test_one_exchange_controls_train_as_long_as_other_methods(tmp_path: Path) -> None:
     wanted = Simulation(method="classstats", devices=2, train_limit=100, test_limit=40, out=tmp_path)
     assert (wanted.rounds_to_complete, wanted.rounds_of_controls) == (1, 30)

@@ -65,6 +65,7 @@ def run_in_processes(prepared: Prepared) -> Store:
     return store
 
 
+@pytest.mark.long
 def test_both_links_leave_the_same_device_out(tmp_path: Path) -> None:
     memory = run_in_memory(prepare(HOSTILE, tmp_path / "memory"))
     grpc = run_in_processes(prepare(HOSTILE, tmp_path / "grpc"))

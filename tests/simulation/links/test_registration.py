@@ -129,6 +129,7 @@ FLEETS: Mapping[str, Simulation] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FLEETS)
 def test_a_devices_own_check_in_sends_the_registered_profile(name: str, tmp_path: Path) -> None:
     prepared, sent = prepare(FLEETS[name], tmp_path / "work"), Profiles()
@@ -149,7 +150,9 @@ def test_a_devices_own_check_in_sends_the_registered_profile(name: str, tmp_path
         assert len({secret for secret, _ in rows.values()}) == len(rows)
 
 
-@pytest.mark.parametrize("name", FLEETS)
+@pytest.mark.parametrize(
+    "name", long_except(FLEETS, *(FLEETS.keys() - {"a predictor each", "rows that noise hides", "starting weights"}))
+)
 def test_registered_profiles_are_those_of_real_devices(name: str, tmp_path: Path) -> None:
     """But for the versions of their rows, which depend on keys."""
     found = []
@@ -237,6 +240,7 @@ every_method = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.long
 @every_method
 @pytest.mark.parametrize("share", [0.0, 0.25], ids=["takes", "chooses"])
 def test_the_record_is_that_of_real_devices(method: str, share: float, tmp_path: Path) -> None:
@@ -262,6 +266,7 @@ def test_each_device_downloads_as_much_as_a_real_one(method: str, tmp_path: Path
         assert downloads(one) == downloads(other)
 
 
+@pytest.mark.long
 @every_method
 def test_each_device_downloads_the_tensors_of_a_durable_run(method: str, tmp_path: Path) -> None:
     """Whose envelopes are larger, since they have another digest."""
@@ -371,7 +376,7 @@ def at_the_delivery(store: Store) -> bool:
 
 
 @pytest.mark.parametrize("moment", [at_registration, registered, in_the_last_round, at_the_delivery])
-@pytest.mark.parametrize("max_open", [1, 256])
+@pytest.mark.parametrize("max_open", [1, pytest.param(256, marks=pytest.mark.long)])
 def test_killed_run_of_unmade_devices_has_the_same_end(
     moment: Callable[[Store], bool], max_open: int, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def test_figures_by_hand() -> None:
     assert figures == pytest.approx(expected)
 
 
+@pytest.mark.long
 @given(
     counts_kcc=hnp.arrays(np.int64, (3, 2, 2), elements=st.integers(0, 9)),
     samples_jc=hnp.arrays(np.int64, (3, 2), elements=st.integers(0, 9)),
