@@ -133,6 +133,7 @@ def test_the_sum_is_attacked_and_no_single_part() -> None:
     assert "not yet reviewed by a cryptographer" in said
 
 
+@pytest.mark.long
 def test_a_sum_without_noise_is_attacked_as_class_statistics() -> None:
     wanted = dataclasses.replace(small("classstats_summed"), devices=3)
     recorded = record_run(wanted, split_public(wanted.data, wanted.rows, wanted.seed))
@@ -145,6 +146,7 @@ def test_a_sum_without_noise_is_attacked_as_class_statistics() -> None:
     assert "The server has the sum of 3 devices" in " ".join(str(line) for line in tables(view(result)))
 
 
+@pytest.mark.long
 def test_other_methods_have_no_sums() -> None:
     result = audit(small("classstats"))
     assert result.sums == ()

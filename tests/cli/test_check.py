@@ -102,6 +102,7 @@ def test_a_file_that_is_right_is_told_in_a_few_lines(tmp_path: Path) -> None:
     assert said[5:] == [f"listens on 127.0.0.1:0 (plain text), store {tmp_path / 'store'}"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("refine", "told"), [("off", False), ("auto", False), ("gradients", True)])
 def test_what_apps_must_allow_is_told(tmp_path: Path, refine: str, told: bool) -> None:
     code, said = check(write(tmp_path, run_method="classstats", run_rounds=1, method_refine=refine))

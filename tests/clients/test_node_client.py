@@ -58,6 +58,7 @@ def test_payloads_messages_and_checksums_match_vectors(node: dict[str, str]) -> 
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_it_takes_part_in_cdkt_with_a_device_of_the_sdk(tmp_path: Path, node: dict[str, str]) -> None:
     inputs, labels = digits(9, PROXY_ROWS)
     np.savez(tmp_path / "proxy.npz", inputs=inputs, labels=labels)

@@ -60,6 +60,7 @@ def test_a_run_is_watched_from_its_beginning_to_its_end(
     assert watched.errors == []
 
 
+@pytest.mark.long
 def test_the_parts_of_a_run_have_its_figures(address: str, tmp_path: Path, page: Any, watched: Watched) -> None:
     with dashboard(tmp_path, "--store", "store") as url, devices_at_work(address, tmp_path, RUN):
         page.goto(f"{url}/runs/{RUN}")

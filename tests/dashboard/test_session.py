@@ -121,6 +121,7 @@ def own(work: Path, tmp_path: Path) -> Iterator[str]:
         yield address
 
 
+@pytest.mark.long
 def test_wrong_tokens_of_an_address_are_limited(own: str) -> None:
     with client(own) as opened:
         tried = [opened.post("/login", data={"token": f"wrong {number}"}).status_code for number in range(20)]
@@ -140,6 +141,7 @@ def test_the_token_opens_a_session_and_is_gone_from_the_address(address: str) ->
         assert opened.get(answer.headers["location"]).status_code == 200
 
 
+@pytest.mark.long
 def test_printed_address_signs_in_and_token_file_is_not_printed(work: Path, address: str) -> None:
     assert TOKEN not in (work / "dashboard.log").read_text()
     other = work / "other"

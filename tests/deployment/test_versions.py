@@ -561,6 +561,7 @@ def test_a_device_killed_in_a_roll_back_completes_it(
         assert_uses(restarted, 1, logits[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "point",
     [
@@ -600,6 +601,7 @@ def test_kill_while_version_is_pinned_loses_no_delivery(
         assert_uses(restarted, 1, expected[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "point",
     [

@@ -87,6 +87,7 @@ def test_no_public_member_is_left_out(tmp_path: Path) -> None:
         assert set(members(device, "light")) | ENDS == {name for name in dir(Device) if not name.startswith("_")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_a_thousand_calls_of_all_members_from_four_threads(kind: str, tmp_path: Path) -> None:
     """Devices are opened, called at random from all threads and closed by one of them, until the calls are made.

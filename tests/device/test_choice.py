@@ -152,6 +152,7 @@ def test_the_app_gets_the_best_of_the_models_that_there_are(name: str, rounds: i
     assert told >= {(row.round, bool(row.sum)) for row in fleet.reported} != set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["dafkd exact", "fedavg"])
 def test_a_device_that_restarts_in_every_turn_chooses_the_same(name: str, tmp_path: Path) -> None:
     """With `dafkd exact` the model is received in one step and chosen in the next."""

@@ -329,6 +329,7 @@ def interrupted(flips: list[Flipping], **given: Any) -> Device:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("every_check")
 @pytest.mark.parametrize(
     "name",

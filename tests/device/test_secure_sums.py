@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.long import long_except
 from support.secure_fleet import SecureFleet, signer_of
 from support.secured import device_credentials, save_credentials
 
@@ -52,8 +53,8 @@ STEPS = {
     "certificates": (KEYS, SHARES, INPUT, CHECK, UNMASK),
     "roster": (KEYS, SHARES, INPUT, CHECK, UNMASK),
 }
-EVERY = pytest.mark.parametrize("keys", list(STEPS))
-SIGNED = pytest.mark.parametrize("keys", ["certificates", "roster"])
+EVERY = pytest.mark.parametrize("keys", long_except(STEPS, "roster"))
+SIGNED = pytest.mark.parametrize("keys", long_except(["certificates", "roster"], "roster"))
 IN_RING = 16
 """Devices of a ring in which each has ten neighbours."""
 
@@ -117,6 +118,7 @@ def in_ring(directory, **settings):
     return SecureFleet(directory, IN_RING, graph="ring", max_in_sum=IN_RING, **settings)
 
 
+@pytest.mark.long
 @METHODS
 @pytest.mark.parametrize("step", STEPS["unsigned"])
 def test_devices_of_a_ring_may_vanish_at_every_step(tmp_path, method, step):
@@ -182,6 +184,7 @@ def test_another_list_than_the_neighbours_is_refused(tmp_path, change, says):
     assert all(re.search(says, text) for text in fleet.refused.values()), fleet.refused
 
 
+@pytest.mark.long
 def test_a_ring_that_falls_apart_gives_no_sum(tmp_path):
     """Half a neighbourhood in a row is gone at two places, so that the masks of the rest cancel in two sums."""
     devices = 94

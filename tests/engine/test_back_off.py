@@ -94,6 +94,7 @@ def decline_before(device: Device, number: float, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(handler, "handle", handle_from_then_on)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", long_except(EVERY_METHOD, "classstats", "fedavg", "feddkc"))
 def test_a_device_that_never_answers_is_asked_ever_less_often(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

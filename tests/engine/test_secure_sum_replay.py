@@ -235,6 +235,7 @@ def test_a_short_round_leaves_no_payload_of_its_sum(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_engine_reads_whose_boxes_did_not_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All others decline, and the next round has a sum without the sender, though the engine dies in between.
 

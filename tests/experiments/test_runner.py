@@ -136,6 +136,7 @@ def test_changed_target_needs_no_new_run(done) -> None:
     assert all(one.cell is None for one in seen)
 
 
+@pytest.mark.long
 def test_run_without_its_report_is_repeated(done, tmp_path: Path) -> None:
     """As after a kill while --overwrite repeats the runs: the database knows a run whose folder is gone."""
     folder, _ = done
@@ -347,6 +348,7 @@ def test_tuned_value_is_the_best_on_held_out_rows(tmp_path: Path) -> None:
         assert len(runs) == 6
 
 
+@pytest.mark.long
 @pytest.mark.pictures
 def test_page_stands_alone_and_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(FILE)

@@ -109,6 +109,7 @@ Broken(Store.in_memory()).commit(lambda one: None)
 """
 
 
+@pytest.mark.long
 def test_a_front_does_not_outlive_its_commit_thread() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", DYING], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False

@@ -104,6 +104,7 @@ def test_a_download_goes_on_after_the_death_of_the_device(
     link.close()
 
 
+@pytest.mark.long
 def test_an_upload_goes_on_after_the_death_of_the_device(front: LiveFront, store: Store, tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
     with small_device(front.port, state_dir, EventLog(), device_id=PHONE) as device:

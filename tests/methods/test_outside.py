@@ -172,6 +172,7 @@ methods.register("half", FedAvgConfig, FedAvgDevice)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_method_registered_only_in_this_process_runs_over_grpc(with_own_method: None, tmp_path: Path) -> None:
     import own_method  # type: ignore[import-not-found]  # noqa: F401
 
@@ -209,6 +210,7 @@ fleetdistill_server.methods.register("faulty", FedAvgServer)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_faulty_device_half_over_grpc_leaves_its_traceback(tmp_path: Path, process: pytest.MonkeyPatch) -> None:
     write_module(tmp_path, "faulty", FAULTY)
     with pytest.raises(RunError, match=r"10 rounds in a row fell short .* the devices' log is (.*)") as error:

@@ -302,6 +302,7 @@ def test_a_model_that_begins_otherwise_is_refused_at_check_in(case: Any, tmp_pat
         device.step(0.0)
 
 
+@pytest.mark.long
 def test_before_the_first_delivery_there_is_only_the_own_network(case: Any, tmp_path: Path) -> None:
     config, store, blank, features = case
     publish(config, store)

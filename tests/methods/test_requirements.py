@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.driving import DriveDevices
-from support.fleets import RUNS, Prepared, every_run, prepare
+from support.fleets import RUNS, Prepared, prepare
 from support.long import long_except
 from support.open_device import open_device
 from torch import nn
@@ -39,6 +39,9 @@ Contract = contract_pb2.Contract
 Violation = tuple[Callable[[Profile], None], Code, str]
 """What a device is changed to, the code of its refusal, and the whole sentence."""
 ABSENT = "a" * 64
+
+USUAL = RUNS.keys() & METHODS.keys()
+every_run = pytest.mark.parametrize("name", long_except(RUNS, *USUAL))
 
 
 def line(columns: Sequence[str]) -> str:
@@ -170,7 +173,7 @@ def an_app(spec: DeviceSpec, api: DeviceApi, **changes: Any) -> Device:
     return open_device(**{**settings, "export": "never", **changes})
 
 
-@pytest.mark.parametrize("name", long_except(RUNS, *(RUNS.keys() & METHODS.keys())))
+@every_run
 def test_exactly_the_declared_columns_leave_a_device(name: str, tmp_path: Path) -> None:
     """An app that allows these and no others takes part to the end, and each of them is sent in one of the rounds."""
     config, specs, _ = prepare(RUNS[name], tmp_path / "work")
@@ -216,7 +219,7 @@ def test_app_with_own_model_is_told_what_run_needs(name: str, tmp_path: Path) ->
     store.close()
 
 
-@pytest.mark.parametrize("name", sorted(RUNS.keys() - {"no_transfer"}))
+@pytest.mark.parametrize("name", long_except(sorted(RUNS.keys() - {"no_transfer"}), *USUAL))
 def test_app_allowing_nothing_is_told_what_method_sends(name: str, tmp_path: Path) -> None:
     """All methods but the one that sends nothing."""
     prepared = prepare(RUNS[name], tmp_path / "work")

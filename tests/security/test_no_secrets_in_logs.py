@@ -190,6 +190,7 @@ def log_of_devices(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("log_format", long_except(LogFormat, LogFormat.TEXT))
 def test_no_process_writes_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_format: str) -> None:
     for name in ("PGPASSWORD", "AWS_SECRET_ACCESS_KEY"):

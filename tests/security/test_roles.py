@@ -318,6 +318,7 @@ def test_a_number_beyond_the_database_is_refused(world: World, name: str) -> Non
     assert verdict(world, world.everyone["viewer"], f"{_operations}/Read", request) == "bad-message"
 
 
+@pytest.mark.long
 def test_certificate_expired_on_open_connection_allows_nothing(world: World) -> None:
     brief = device_credentials(world.authority, DEVICE, days=3 / 86_400)
     with world.front.channel(brief) as channel:

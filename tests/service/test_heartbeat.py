@@ -94,6 +94,7 @@ def test_what_an_earlier_engine_left_is_no_sign_of_life(tmp_path: Path, seconds:
     assert not (tmp_path / FILE).exists()
 
 
+@pytest.mark.long
 def test_an_engine_beats_while_it_computes(tmp_path: Path) -> None:
     code = f"from pathlib import Path\nfrom {start_heartbeat.__module__} import start_heartbeat\n"
     code += f"start_heartbeat(Path({str(tmp_path)!r}))\nwhile True: pass"  # no event loop would come to its turn

@@ -207,6 +207,7 @@ def run_on(store: Store, prepared: Prepared, rounds: int) -> None:
                 pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["fedavg", "feddkc"])
 def test_extended_finished_run_ends_like_one_that_had_all_rounds(tmp_path: Path, method: str) -> None:
     """FedAvg's first last round delivers a model to the devices; the rounds after it know nothing of that."""

@@ -126,6 +126,7 @@ def test_a_default_that_changes_is_another_setting(compare: Any, monkeypatch: py
     assert all(compare.digest(one) != digest for one, digest in zip(wanted, before, strict=True))
 
 
+@pytest.mark.long
 def test_what_a_run_leaves_is_taken_by_the_next_one(
     compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,6 +182,7 @@ def row(name: str, **given: Any) -> ComparisonRow:
 # --- a report
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("score", ["sampled", "devices"])
 def test_devices_without_a_part_are_told_from_the_others(score: Any, tmp_path: Path) -> None:
     """Of six devices two train. The global model is every device's, so that all six count in the control."""

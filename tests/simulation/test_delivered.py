@@ -70,6 +70,7 @@ def test_devices_without_a_file_have_the_same_accuracy(method: str, score: str, 
     assert result == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.long
 def test_feddkd_bn_is_scored_with_the_steps_in_every_round(tmp_path: Path) -> None:
     """Without steps and with three: the same local training in round 1, another product in each round."""
     reports = [run(tmp_path / str(j), "feddkd", settings={**BN, "dkd_steps": j}) for j in (0, 3)]

@@ -137,6 +137,7 @@ def test_an_architecture_is_traced_once(name: str, tmp_path: Path, monkeypatch: 
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durable", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("score", long_except(["sampled", "devices", "global", "none"], "sampled"))
 def test_files_do_not_depend_on_what_is_scored(score: Any, durable: bool, tmp_path: Path) -> None:
@@ -165,6 +166,7 @@ def test_a_finished_simulation_can_export_more_later(tmp_path: Path) -> None:
     assert later.accuracy_by_round == first.accuracy_by_round
 
 
+@pytest.mark.long
 def test_an_interrupted_simulation_exports_nothing_yet(tmp_path: Path) -> None:
     wanted = replace(FLEET, export="all", out=tmp_path)
 
@@ -202,6 +204,7 @@ def test_the_command_line_sets_scores_and_exports(
     assert (one.score, one.score_every, one.score_rows, one.export) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("export", ["best", 2])
 def test_the_folder_keeps_what_is_to_be_exported(export: Any, tmp_path: Path) -> None:
     simulate(replace(FLEET, devices=3, rounds=1, train_limit=90, export=export, out=tmp_path))

@@ -24,6 +24,7 @@ def figures(out: Path) -> list[str]:
     return sorted(path.name for path in out.glob("fleet.*"))
 
 
+@pytest.mark.long
 @pytest.mark.pictures
 def test_a_finished_simulation_is_drawn_again_as_another_type(tmp_path: Path) -> None:
     chosen = ["--figure", "svg", "--panels", "rounds", "--panels", "gains", "--out", str(tmp_path)]

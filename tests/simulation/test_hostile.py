@@ -56,6 +56,7 @@ def test_bad_data_of_one_device_ends_no_run_and_device_is_named(name: str, attac
     store.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OTHERS)
 def test_methods_that_average_no_models_of_devices_complete_too(name: str, tmp_path: Path) -> None:
     store = run(tmp_path, name, "scaled")

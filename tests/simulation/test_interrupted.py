@@ -184,6 +184,7 @@ def test_interrupted_or_killed_process_continues_to_same_end(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("link", ["memory", "grpc"])
 def test_ctrl_c_does_not_wait_for_the_work_that_goes_on(tmp_path: Path, link: str) -> None:
     """A device trains for hours on end: whoever waits for it ends long after this test's patience."""
@@ -320,6 +321,7 @@ def test_ctrl_c_before_the_first_round_says_how_to_go_on(
         assert not out.exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["fleet.make_report", "fleet.FinalModels.export", "show.show_run"])
 def test_ctrl_c_after_rounds_does_not_deny_them(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the report of an earlier Ctrl-C is written, while models are exported, and while tables are printed."""

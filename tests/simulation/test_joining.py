@@ -96,6 +96,7 @@ def test_a_simulated_device_trains_on_the_rest_of_its_samples(tmp_path: Path) ->
 # --- verdicts, counted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("method", "each"), [("feddkc", 3), ("fedd2s", 3), ("fedavg", 3 + 1), ("feddkd", 3 + 1)])
 def test_every_verdict_is_in_tables_of_run_devices_and_totals(method: str, each: int, tmp_path: Path) -> None:
     """One verdict a device and round, and one on the end result where the method brings one."""
@@ -114,6 +115,7 @@ def test_every_verdict_is_in_tables_of_run_devices_and_totals(method: str, each:
     assert [row["kept"] + row["replaced"] for row in views.devices(store, RUN).lists["devices"]] == [each] * 3
 
 
+@pytest.mark.long
 def test_report_counts_verdicts_only_with_validation_data(tmp_path: Path) -> None:
     wanted = replace(SMALL, with_alone=False, with_fedavg=False, rounds=2)
     report = simulate(replace(wanted, out=tmp_path / "with"))

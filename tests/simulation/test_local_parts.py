@@ -46,6 +46,7 @@ def own_rows(report: FleetReport, out: Path) -> list[tuple[np.ndarray, np.ndarra
     return list(zip(np.split(inputs, stops), np.split(labels, stops), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", long_except(KINDS, "fedavg", "feddkc"))
 def test_own_accuracy_is_of_the_written_model_on_own_rows(name: str, part: Any, tmp_path: Path) -> None:
@@ -125,6 +126,7 @@ def test_top_k_is_on_all_rows_and_fairness_on_own_rows(name: str, tmp_path: Path
     assert [row.own_accuracy for row in report.comparison] == [row.own_accuracy for row in plain.comparison]
 
 
+@pytest.mark.long
 def test_devices_train_on_what_they_do_not_test_on(tmp_path: Path) -> None:
     """A fifth of the rows of each of four devices; the controls use the same rows."""
     wanted = fleet("feddkc", tmp_path, devices_per_round=0, with_alone=True, with_fedavg=True, partition="iid")
@@ -200,6 +202,7 @@ def test_own_figures_do_not_depend_on_where_devices_run(change: dict[str, Any], 
     assert [one.own_accuracy_fleet for one in here.devices] == [one.own_accuracy_fleet for one in there.devices]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [

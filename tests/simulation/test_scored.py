@@ -152,6 +152,7 @@ def test_each_device_that_trained_is_scored_at_the_end(name: str, tmp_path: Path
             assert device.further.keys() == report.further.keys()
 
 
+@pytest.mark.long
 def test_device_without_a_part_has_no_accuracy_unless_asked_for(tmp_path: Path) -> None:
     wanted = replace(FLEET, method="feddkc", devices=6, rounds=2)
     reports = {score: simulate(replace(wanted, score=score, out=tmp_path / score)) for score in ("sampled", "devices")}
@@ -243,6 +244,7 @@ def parted(out: Path, **changes: Any) -> tuple[FleetReport, np.ndarray, np.ndarr
     return report, labels, whole
 
 
+@pytest.mark.long
 def test_scored_rows_have_the_classes_of_the_test_set(tmp_path: Path) -> None:
     report, labels, whole = parted(tmp_path / "one", score_rows=50)
     assert (len(labels), len(whole)) == (50, 200)
@@ -336,6 +338,7 @@ def top_5_of(path: Path, file: Path) -> float:
     return float(np.mean((logits > own[:, None]).sum(axis=1) < 5))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", long_except(["feddkc", "fedavg", "feddkd", "classstats", "fedd2s"], "fedavg"))
 @pytest.mark.parametrize("score", ["sampled", "devices"])
 def test_top_5_accuracies_are_those_of_the_models(method: str, score: Any, tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from fleetdistill.methods import METHODS
 from fleetdistill.methods.outside import installed_methods
 from fleetdistill.state.state_file import pack_state, unpack_state
@@ -121,7 +119,6 @@ REPRODUCIBLE = [name for name, wanted in RUNS.items() if not wanted.configuratio
 """Runs whose uploads depend on the seed alone; noise and masks come from the operating system."""
 ROUNDS_OF_ANY_SIZE = [name for name, wanted in RUNS.items() if not wanted.configuration().sums_securely]
 """Runs in which a round of one or two devices has a result; a secure sum needs three."""
-every_run = pytest.mark.parametrize("name", RUNS)
 
 
 def prepare(wanted: Simulation, work: Path) -> Prepared:

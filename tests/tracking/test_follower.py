@@ -444,6 +444,7 @@ class HostileMlflow(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None: ...
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", long_except(HOSTILE_REPLIES, "failure", "garbage"))
 def test_a_hostile_mlflow_is_a_warning(
     kind: str, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -144,6 +144,7 @@ def test_delivery_beside_app_network_is_not_called_replacement(tmp_path: Path) -
     assert texts == {"round 1: the variant in use is 'general'"}
 
 
+@pytest.mark.long
 def test_both_answers_are_there_after_a_restart(tmp_path: Path) -> None:
     store, events = Store.in_memory(), list[Event]()
     unseen = images_of([4, 4, 4, 4], 9).inputs

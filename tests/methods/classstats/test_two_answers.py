@@ -70,6 +70,7 @@ def assert_shared(device: Device) -> None:
     )
 
 
+@pytest.mark.long
 def test_both_answers_have_figures_in_store_and_report(tmp_path: Path) -> None:
     report = simulate(replace(WANTED, export="all", out=tmp_path))
     assert set(report.further) == {PERSONAL}

@@ -240,6 +240,7 @@ class Spoiling(FakeCohort):
                 yield answer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [KEYS, SHARES])
 def test_whose_boxes_do_not_open_is_out_of_the_next_sum(step):
     server, fleet = make_server(min_in_sum=3), devices("abcdefg", min_in_sum=3)
@@ -329,6 +330,7 @@ def test_sums_without_noise_merge_exactly_over_batches():
     torch.testing.assert_close(two.global_model()(data), one.global_model()(data), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["classstats_secure", SUMMED])
 def test_devices_of_a_sum_that_is_thrown_away(method):
     """Without noise they are in no further sum, because the server knows this one; with noise they are summed again."""
@@ -424,6 +426,7 @@ def test_one_group_that_fails_leaves_the_others_sums():
     assert {accuracy(fleet[name]) for name in others} == {1.0}, "they learn without being counted"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["classstats_secure", SUMMED])
 def test_a_hostile_devices_group_is_left_out(method):
     """Its many rows with turned labels shift the whole sum, which the tests of hostile devices find."""

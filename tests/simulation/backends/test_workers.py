@@ -57,6 +57,7 @@ def test_results_are_the_same_for_any_number_of_workers(tmp_path: Path, workers:
     assert not children(os.getpid(), WORKER)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("seconds", "helps"), [(1e-9, True), (1e9, False)], ids=["slow asks", "fast asks"])
 def test_workers_take_over_after_the_first_round(tmp_path: Path, seconds: float, helps: bool) -> None:
     """As with `workers = "auto"`, which measures the first round; the results are the same to the bit."""

@@ -60,6 +60,7 @@ class Killed(BaseException):
     """Nothing catches it, so nothing is saved after it."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("answers", [1, 2])
 def test_a_run_that_dies_within_a_round_repeats_that_round(tmp_path: Path, answers: int) -> None:
     whole, broken = (prepare(replace(FLEET, rounds=3), tmp_path / kind) for kind in ("whole", "broken"))

@@ -65,6 +65,7 @@ def files_in_use(prefix: str) -> list[str]:
     return [path for path in paths if path.startswith(prefix)]
 
 
+@pytest.mark.long
 def test_only_the_devices_that_work_are_open_if_none_may_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are asked at the same time, and each has two turns in the round: its answer, and the next wait."""
     fleet = Simulation(

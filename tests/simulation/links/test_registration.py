@@ -257,6 +257,7 @@ def test_the_record_is_that_of_real_devices(method: str, share: float, tmp_path:
         assert sorted(asked[0]) == sorted(asked[1])
 
 
+@pytest.mark.long
 @every_method
 def test_each_device_downloads_as_much_as_a_real_one(method: str, tmp_path: Path, all_made: Made) -> None:
     prepared, real = (prepare(partly(method), tmp_path / kind) for kind in ("made", "real"))
@@ -277,6 +278,7 @@ def test_each_device_downloads_the_tensors_of_a_durable_run(method: str, tmp_pat
         assert tensors[0] == tensors[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_downloads_of_unmade_devices_are_packed_like_others(compression: str, tmp_path: Path, all_made: Made) -> None:
     def packed(prepared: Prepared) -> Prepared:
@@ -289,6 +291,7 @@ def test_downloads_of_unmade_devices_are_packed_like_others(compression: str, tm
         assert downloads(one) == downloads(other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_open", [1, 3])
 def test_closed_devices_get_their_delivery(max_open: int, tmp_path: Path) -> None:
     """A device that has trained and was closed since is there for the result of the run."""
@@ -303,6 +306,7 @@ def test_closed_devices_get_their_delivery(max_open: int, tmp_path: Path) -> Non
         assert answered == drawn(one)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_open", [1, 3])
 def test_last_round_takes_the_model_whatever_is_open(max_open: int, tmp_path: Path) -> None:
     """Which devices are in memory depends on the machine and on workers, the record of a run does not."""
@@ -330,6 +334,7 @@ def test_workers_make_the_same_devices(tmp_path: Path) -> None:
         assert DeviceStates(one.database).names() == DeviceStates(other.database).names()
 
 
+@pytest.mark.long
 def test_devices_that_join_later_are_registered_when_they_do(tmp_path: Path) -> None:
     """In simulated time: three devices are there from the start, the others from the 15th second on."""
     always, late = ((0.0, 1e6, 1.0),), ((15.0, 1e6, 1.0),)

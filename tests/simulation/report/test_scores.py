@@ -248,6 +248,7 @@ def test_no_controls(tmp_path: Path) -> None:
     assert set(report.scores) == {"fleet"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["fedd2s", "dafkd"])
 def test_devices_never_taken_are_scored_and_train_alone_as_often(tmp_path: Path, method: str) -> None:
     """One of four devices a round, two rounds: at least two devices never take part and keep their first model."""

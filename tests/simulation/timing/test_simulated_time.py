@@ -214,6 +214,7 @@ class Killed(BaseException):
     """Ends a simulation as a killed process would."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("events", "durable"),
     [
