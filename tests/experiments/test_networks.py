@@ -1,4 +1,4 @@
-"""Networks of the experiments: FedD2S's with another cut."""
+"""Networks of the experiments: FedD2S's with another cut, and FedAvg's 2NN."""
 
 from __future__ import annotations
 
@@ -43,3 +43,9 @@ def test_scattering_network_has_fixed_features() -> None:
     assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
     assert model.extractor(torch.zeros(2, 1, 8, 8)).shape == (2, 81, 4, 4)
     assert not list(model.extractor.parameters())
+
+
+def test_2nn_has_the_published_number_of_parameters() -> None:
+    model: Any = build_model(f"{WHERE}:mnist_2nn", input_shape=(1, 28, 28), classes=10)
+    assert sum(weight.numel() for weight in model.parameters()) == 199_210, "McMahan et al., section 3"
+    assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)

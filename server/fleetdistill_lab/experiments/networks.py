@@ -1,4 +1,4 @@
-"""FedD2S's networks with another cut, and the layers below a cut, for the experiments' files.
+"""Networks of the experiments' files: FedAvg's 2NN, FedD2S's networks with another cut, and the layers below a cut.
 
     models = ["fleetdistill_lab.experiments.networks:m1_cut_at_f1"]
     extractor = "fleetdistill_lab.experiments.networks:m1_convolutions"
@@ -10,6 +10,7 @@ built-in networks are cut after the first convolution, as FedD2S and FedICT need
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 from fleetdistill.models import build_model
@@ -49,6 +50,17 @@ def _below(factory: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 def _built_in(model: str) -> Callable[..., nn.Module]:
     return lambda input_shape, classes: build_model(model, input_shape=input_shape, classes=classes)
+
+
+def mnist_2nn(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10) -> SplitModel:
+    """Builds the network of two hidden layers of 200 units of McMahan et al., FedAvg, section 3: 199,210 parameters."""
+    from torch import nn
+
+    from fleetdistill.training.model import SplitModel
+
+    first = nn.Sequential(nn.Flatten(), nn.Linear(prod(input_shape), 200), nn.ReLU())
+    second = nn.Sequential(nn.Linear(200, 200), nn.ReLU())
+    return SplitModel({"hidden1": first, "hidden2": second, "output": nn.Linear(200, classes)}, cut="hidden1")
 
 
 def scattering_linear(input_shape: Sequence[int], classes: int) -> SplitModel:
