@@ -244,6 +244,10 @@ def test_a_port_in_use_is_told_for_each_setting(tmp_path: Path) -> None:
         (tmp_path / "store" / "served.toml").write_text(as_toml(load_run_config(path)))
         with serve_lock.take(tmp_path / "store", "digits"):
             assert check(path)[0] == 0, "the run's own server listens there"
+            assert "the running server has" not in "".join(check(path)[1])
+            kept = f"[server] keep_free_bytes = {load_run_config(path).server.keep_free_bytes}, not 7"
+            code, said = check(write(tmp_path, server_listen=listen, server_keep_free_bytes=7))
+            assert (code, said[-1]) == (0, f"the running server has {kept}; restart it to change this")
             code, said = check(write(tmp_path, server_listen=listen, server_metrics=metrics))
             assert (code, len(said)) == (1, 1)
 

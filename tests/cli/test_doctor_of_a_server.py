@@ -125,8 +125,8 @@ def test_server_listening_elsewhere_is_not_taken_for_this_port(store: Store, tmp
         with serve_lock.take(tmp_path / "store", "digits"):
             (tmp_path / "store" / serve_lock.SERVED_FILE).write_text(f'[server]\nlisten = "{served}"\n')
             path = write_config(tmp_path, listen=wanted)
-            expected = f"ports: the server listens on {served}, not on {wanted}; restart it to change the address"
-            assert expected in said(path, "warning")
+            expected = f'settings: the running server has [server] listen = "{served}", not "{wanted}"'
+            assert any(warning.startswith(expected) for warning in said(path, "warning"))
             assert f"ports: the server listens on {served}" in said(path, "ok")
 
 
@@ -177,6 +177,26 @@ def test_a_full_disk_is_named_with_the_limit(
     assert error.startswith("disk: ")
     assert setting in error
     assert "runs prune" in error
+
+
+def test_the_running_server_is_judged_not_the_edited_file(store: Store, tmp_path: Path) -> None:
+    path = write_config(tmp_path, disk_budget_bytes=1000)
+    (tmp_path / "store" / serve_lock.SERVED_FILE).write_bytes(path.read_bytes())
+    path.write_text(path.read_text().replace("_bytes = 1000\n", "_bytes = 1000000000\n"))
+    with serve_lock.take(tmp_path / "store", "digits"):
+        (error,) = [item for item in said(path) if item.startswith("disk: ")]
+        (warning,) = said(path, "warning")
+    assert error.endswith("exceeds [server] disk_budget_bytes = 1.0 kB; raise it, or run `fleetdistill runs prune RUN`")
+    had = "[server] disk_budget_bytes = 1000, not 1000000000"
+    assert warning == f"settings: the running server has {had}; restart it to change this"
+    assert not [item for item in said(path) if item.startswith("disk: ")], "no server runs, so the file counts"
+
+
+def test_the_server_of_another_run_does_not_use_this_file(store: Store, tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    with serve_lock.take(tmp_path / "store", "letters"):
+        (tmp_path / "store" / serve_lock.SERVED_FILE).write_text('[server]\nlisten = "127.0.0.1:1"\n')
+        assert not [item for item in said(path, "warning") if item.startswith("settings: ")]
 
 
 def test_a_store_that_nearly_fills_its_budget_is_a_warning(store: Store, tmp_path: Path) -> None:

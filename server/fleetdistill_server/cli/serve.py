@@ -174,13 +174,13 @@ def _check_only(config: Config, only: Part | None) -> None:
 
 
 def _print_check(config: Config, path: Path, insecure: bool) -> None:
-    from fleetdistill_server.cli.serve_checks import problems, service_problems, service_summary, summary
+    from fleetdistill_server.cli.serve_checks import not_in_use, problems, service_problems, service_summary, summary
 
     run = _run_of(config)
     result = service_problems(config.server, insecure) if run is None else problems(run, insecure)
     _print_problems(result)
     lines = service_summary(config.server) if run is None else summary(run)
-    typer.echo("\n".join([f"{path} can be served", *lines]))
+    typer.echo("\n".join([f"{path} can be served", *lines, *filter(None, [not_in_use(path)])]))
 
 
 def _print_problems(found: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import subprocess
 import sys
@@ -21,13 +22,13 @@ from fleetdistill.models import MODELS, resolve
 from fleetdistill.wire.kind import DEFAULT_COLUMNS, allow_line
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.section import read_toml
-from fleetdistill_server.config.server_config import ServerSection, load_server_config
+from fleetdistill_server.config.server_config import ServerConfig, ServerSection, load_server_config
 from fleetdistill_server.extras import require
 from fleetdistill_server.front.tls import check_files
 from fleetdistill_server.service.engine_process import engines_at_once
 from fleetdistill_server.service.processes import child_environment
 from fleetdistill_server.service.registration import is_prepared, register
-from fleetdistill_server.service.serve_lock import SERVED_FILE, is_served
+from fleetdistill_server.service.serve_lock import is_served, last_served, serving
 from fleetdistill_server.store.location import Location, has_store
 from fleetdistill_server.store.store import Store, open_for_trial
 from fleetdistill_server.texts import SUMS_UNREVIEWED, counted, readable_bytes
@@ -136,6 +137,31 @@ def problems_of_file(path: Path, error: ConfigurationError, insecure: bool) -> l
             checks.append(lambda: _check_device_model(device))
         checks += _of_server(load_server_config(path).server, str(run.get("name", "")), insecure)
     return [str(error), *(failure for failure in _failures(*checks) if failure not in str(error))]
+
+
+def in_use(config: ServerConfig) -> ServerConfig:
+    """Returns the settings of the server that uses the store now, which is named as given; without one, those given."""
+    directory = Path(config.server.store)
+    started = None if serving(directory) is None else last_served(directory)
+    if started is None:
+        return config
+    return started.model_copy(update={"server": started.server.model_copy(update={"store": config.server.store})})
+
+
+def not_in_use(path: Path) -> str:
+    """Returns in a sentence which settings of a file its server does not use yet; empty if there are none."""
+    wanted = load_server_config(path)
+    served_now = serving(Path(wanted.server.store))
+    if served_now is None or served_now.run != read_toml(path).get("run", {}).get("name", ""):
+        return ""  # the running server is that of another file
+    old, new = in_use(wanted).model_dump(), wanted.model_dump()
+    differ = [
+        f"[{section}] {name} = {json.dumps(value)}, not {json.dumps(new[section][name])}"
+        for section, settings in old.items()
+        for name, value in settings.items()
+        if value != new[section][name]
+    ]
+    return f"the running server has {'; '.join(differ)}; restart it to change this" if differ else ""
 
 
 def service_problems(server: ServerSection, insecure: bool) -> list[str]:
@@ -264,10 +290,10 @@ def check_ports(server: ServerSection) -> None:
 
 def _own_addresses(server: ServerSection, run: str) -> Collection[str]:
     """Returns the addresses in use by the server that works on the run now, or on all runs."""
-    served = Path(server.store) / SERVED_FILE
     if not is_served(Path(server.store), run):
         return ()
-    return _addresses(load_server_config(served).server if served.exists() else server).values()
+    started = last_served(Path(server.store))
+    return _addresses(server if started is None else started.server).values()
 
 
 def _addresses(server: ServerSection) -> dict[str, str]:

@@ -22,12 +22,12 @@ from fleetdistill.device.doctor import (
 )
 from fleetdistill.errors import ConfigurationError, DamagedError, StoreError, in_words
 from fleetdistill.link.credentials import AUTHORITIES, split
-from fleetdistill_server.cli.serve_checks import check_extras, check_ports, check_security
+from fleetdistill_server.cli.serve_checks import check_extras, check_ports, check_security, in_use, not_in_use
 from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.config.server_config import ServerSection, load_server_config
 from fleetdistill_server.security.pki import CA_KEY, SERVER
 from fleetdistill_server.service.processes import hard_limit_of_files
-from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
+from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.checks import check_schema, is_current
 from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.store.location import Location, has_store
@@ -62,7 +62,7 @@ def examine(
     result = findings("versions", lambda: [(OK, versions(_PACKAGES))])
     result += findings("settings", lambda: _settings(path))
     try:
-        server = load_server_config(path).server
+        server = in_use(load_server_config(path)).server  # of which the next checks say what is wrong
     except ConfigurationError:
         return result  # the previous check has its message
     checks: dict[str, Callable[[], Found]] = {
@@ -87,6 +87,8 @@ def _settings(path: Path) -> Found:
     else:
         load_server_config(path)
         yield OK, f"{path} describes a server without a run"
+    if differ := not_in_use(path):
+        yield WARNING, differ
 
 
 def _extras(server: ServerSection) -> Found:
@@ -132,19 +134,15 @@ def _ports(server: ServerSection) -> Found:
         check_ports(server)
         yield OK, "free"
         return
-    path = Path(server.store) / SERVED_FILE
-    listens = load_server_config(path).server.listen if path.exists() else server.listen
-    if listens != server.listen:
-        yield WARNING, f"the server listens on {listens}, not on {server.listen}; restart it to change the address"
-    host, _, port = listens.rpartition(":")
+    host, _, port = server.listen.rpartition(":")
     if port == "0":
         yield OK, "chosen by the system; the server printed them when it started"
         return
     try:
         socket.create_connection((_reachable(host), int(port)), timeout=5).close()
-        yield OK, f"the server listens on {listens}"
+        yield OK, f"the server listens on {server.listen}"
     except OSError as error:
-        yield ERROR, f"the server does not listen on {listens}: {in_words(error)}; see its log"
+        yield ERROR, f"the server does not listen on {server.listen}: {in_words(error)}; see its log"
 
 
 def _reachable(host: str) -> str:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from fleetdistill.errors import RunError
+from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill.state.file_lock import lock_file
+from fleetdistill_server.config.server_config import ServerConfig, load_server_config
 from fleetdistill_server.store.blobs import disk_errors
 
 __all__ = ["is_served", "serving"]
@@ -92,6 +93,14 @@ def serving(store: Path) -> Serving | None:
             return Serving.parse(path.read_text())
         lock.close()
     return None
+
+
+def last_served(store: Path) -> ServerConfig | None:
+    """Returns the settings with which the newest server of this store started; None if none has, or by hand."""
+    try:
+        return load_server_config(store / SERVED_FILE)
+    except ConfigurationError:
+        return None
 
 
 def is_served(store: Path, run: str) -> bool:

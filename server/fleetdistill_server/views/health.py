@@ -5,12 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from fleetdistill.errors import ConfigurationError
-from fleetdistill_server.config.server_config import ServerSection, load_server_config
+from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.service.engine_files import engine_directory
 from fleetdistill_server.service.heartbeat import SILENT_SECONDS, HeartbeatMonitor
 from fleetdistill_server.service.process_state import ENGINE, SUPERVISOR, ProcessState, read_processes
-from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
+from fleetdistill_server.service.serve_lock import last_served, serving
 from fleetdistill_server.service.served import queue_of
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.disk_space import bytes_under
@@ -30,12 +29,9 @@ def problems(store: Store, directory: Path) -> list[str]:
         StoreError: The store could not be read, for example because its database is away.
     """
     result = problems_of_processes(store, directory)
-    if serving(directory) is None:
+    if serving(directory) is None or (started := last_served(directory)) is None:
         return result
-    try:
-        server = load_server_config(directory / SERVED_FILE).server
-    except ConfigurationError:  # of a server by hand
-        return result
+    server = started.server
     result += disk_problems(server, directory)
     if server.tls() is not None:
         from fleetdistill_server.views.certificates import not_valid  # imports an optional package

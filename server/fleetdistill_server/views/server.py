@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from fleetdistill.errors import ConfigurationError
 from fleetdistill.link.credentials import IDENTITY
 from fleetdistill.version import VERSION
-from fleetdistill_server.config.server_config import ServerSection, load_server_config
+from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.process_state import FRONT, read_processes
-from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
+from fleetdistill_server.service.serve_lock import last_served, serving
 from fleetdistill_server.service.served import Served, served
 from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.store.location import read_location
@@ -49,7 +48,8 @@ def server(store: Store, directory: Path) -> View:
         StoreError: The store could not be read.
     """
     served_now = serving(directory)
-    section = _section(directory)
+    started = last_served(directory)
+    section = ServerSection() if started is None else started.server
     works = served(directory, store)
     certificates = [*_own_certificates(section, store), *_device_certificates(store)]
     lists = {
@@ -68,13 +68,6 @@ def server(store: Store, directory: Path) -> View:
         "engines_at_once": 0 if served_now is None else served_now.engines,
     }
     return View(lists, {**facts, **_place(store, directory), **_disk(directory, section)})
-
-
-def _section(directory: Path) -> ServerSection:
-    try:
-        return load_server_config(directory / SERVED_FILE).server
-    except ConfigurationError:  # no server has started with this store
-        return ServerSection()
 
 
 def _processes(directory: Path) -> list[TableRow]:
