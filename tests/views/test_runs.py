@@ -101,6 +101,28 @@ def test_a_waiting_run_says_how_many_devices_it_needs(devices: int, reason: str)
     assert views.run_row(row, 0, Served(frozenset({"r"})))["reason"] == reason
 
 
+@pytest.mark.parametrize(
+    ("status", "why", "shown"),
+    [
+        (RunStatus.STOPPED, "by the operator", "by the operator; `fleetdistill runs start r` continues it"),
+        (RunStatus.PAUSED, "", "`fleetdistill runs start r` continues it"),
+        (RunStatus.STOPPED, "use `fleetdistill runs rollback r`", "use `fleetdistill runs rollback r`"),
+        (RunStatus.CANCELLED, "by the operator", "by the operator"),
+    ],
+)
+def test_an_ended_engine_s_run_names_what_continues_it(status: RunStatus, why: str, shown: str) -> None:
+    store = Store.in_memory()
+    store.runs.begin("r", {"run": {"name": "r", "rounds": 3}})
+    store.runs.set_status("r", status, why)
+    assert views.runs(store).lists["runs"][0]["reason"] == views.run(store, "r").facts["reason"] == shown
+
+
+def test_a_stopped_run_without_rounds_to_go_names_no_start() -> None:
+    store = filled(1)
+    store.runs.set_status("r", RunStatus.STOPPED, "by the operator")
+    assert views.run(store, "r").facts["reason"] == "by the operator"
+
+
 def test_names_of_facts_and_lists_from_a_server_are_escaped() -> None:
     name = "\x1b[2J\x9b\u202e\nrun"
     console = Console(record=True, width=200, file=io.StringIO())

@@ -212,12 +212,20 @@ def run_row(run: Run, devices: int, served: Served) -> TableRow:
         "run": run.name,
         "method": run.method,
         "status": shown_status(run, served),
-        "reason": run.reason or (_needs(waits) if waits is not None else ""),
+        "reason": _reason(run) or (_needs(waits) if waits is not None else ""),
         "completed_rounds": run.completed_rounds,
         "wanted_rounds": run.max_rounds,
         "devices": devices,
         "created": when(run.created_at),
     }
+
+
+def _reason(run: Run) -> str:
+    """Returns a run's reason; of one that has more rounds to go, with the command that continues it."""
+    has_more = run.max_rounds is None or run.completed_rounds < run.max_rounds
+    if run.status not in (RunStatus.PAUSED, RunStatus.STOPPED) or not has_more or "`fleetdistill " in run.reason:
+        return run.reason
+    return "; ".join(filter(None, [run.reason, f"`fleetdistill runs start {run.name}` continues it"]))
 
 
 def shown_status(run: Run, served: Served) -> str:
