@@ -29,7 +29,8 @@ def open_console() -> Console:
 def tables(view: View) -> Tables:
     """Returns a view as tables. Markup is disabled, because devices choose some of the texts."""
     shown = {name: value for name, value in _display_row(view.facts).items() if value != ""}
-    facts = [Text("\n".join(printable(f"{name}: {value}") for name, value in shown.items()))] if shown else []
+    lines = [printable(f"{_HEADINGS.get(name, name)}: {value}") for name, value in shown.items()]
+    facts = [Text("\n".join(lines))] if lines else []
     lists = {title: [_display_row(row) for row in rows] for title, rows in view.lists.items()}
     return [
         *facts,
@@ -53,6 +54,7 @@ def _display_row(row: TableRow) -> TableRow:
 
 
 _HEADINGS = {
+    "devices": "devices registered",
     "cohort": "devices asked",
     "used": "answers used",
     "reported": "answers not used",
@@ -60,7 +62,7 @@ _HEADINGS = {
     "threshold": "t",
     "noise_shares": "m",
 }
-"""Table headings for columns whose names, which scripts read, are too terse."""
+"""Headings for columns and facts whose names, which scripts read, are too terse."""
 
 
 def heading(name: str) -> str:

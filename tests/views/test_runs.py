@@ -97,8 +97,7 @@ def test_a_waiting_run_says_how_many_devices_it_needs(devices: int, reason: str)
     store = Store.in_memory()
     store.runs.begin("r", {"run": {"name": "r"}})
     store.run_control.begin_wait("r", devices)
-    (row,) = store.runs.all()
-    assert views.run_row(row, 0, Served(frozenset({"r"})))["reason"] == reason
+    assert views.runs(store, Served(frozenset({"r"}))).lists["runs"][0]["reason"] == reason
 
 
 @pytest.mark.parametrize(
@@ -121,6 +120,19 @@ def test_a_stopped_run_without_rounds_to_go_names_no_start() -> None:
     store = filled(1)
     store.runs.set_status("r", RunStatus.STOPPED, "by the operator")
     assert views.run(store, "r").facts["reason"] == "by the operator"
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_devices_that_are_present_are_told_from_registered(present: bool) -> None:
+    store = filled(1)
+    store.devices.mark_absent("r", "a", "left")
+    listed, shown = views.runs(store, present=present), views.run(store, "r", present=present)
+    assert (listed.lists["runs"][0]["present"], listed.lists["runs"][0]["devices"]) == (int(present), 2)
+    assert (shown.facts["present"], shown.facts["devices"]) == (int(present), 2)
+    console = Console(width=200, record=True)
+    for table in [*tables(listed), *tables(views.View({}, shown.facts))]:
+        console.print(table)
+    assert console.export_text().count("devices registered") == 2
 
 
 def test_names_of_facts_and_lists_from_a_server_are_escaped() -> None:

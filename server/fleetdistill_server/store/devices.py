@@ -40,11 +40,6 @@ class Devices:
         """Returns how many devices have ever checked in to a run."""
         return int(self._db.value("SELECT count(*) FROM devices WHERE run = ?", run))
 
-    def counts(self) -> dict[str, int]:
-        """Returns how many devices have ever checked in, by run; no entry for a run without devices."""
-        rows = self._db.rows("SELECT run, count(*) AS count FROM devices GROUP BY run")
-        return {row["run"]: int(row["count"]) for row in rows}
-
     def present(self, run: str) -> list[str]:
         """Returns the ids of the devices that are checked in, in bytewise order."""
         sql = "SELECT device FROM devices WHERE run = ? AND present = 1 AND forget_asked_at IS NULL ORDER BY device"

@@ -37,18 +37,11 @@ def overview(store: Store, served: Served = NOT_SERVED, *, present: bool = True)
         served: What a server currently works on.
         present: Whether devices can be present, as `may_be_present`.
     """
-    devices = store.devices.counts()
-    return View(
-        {
-            "runs": [
-                {**run_row(run, devices.get(run.name, 0), served), **_glance(store, run, present)}
-                for run in store.runs.all()
-            ]
-        }
-    )
+    rows = [{**run_row(store, run, served, present=present), **_glance(store, run)} for run in store.runs.all()]
+    return View({"runs": rows})
 
 
-def _glance(store: Store, run: Run, present: bool) -> TableRow:
+def _glance(store: Store, run: Run) -> TableRow:
     newest = round_figures(store.database, run.name, max(store.summaries.last_round(run.name) - 4 * RECENT, 0))
     lasting = [item.round.seconds or 0.0 for item in newest if item.round.status is RoundStatus.CLOSED][-RECENT:]
     mean = sum(lasting) / len(lasting) if lasting else None
@@ -56,7 +49,6 @@ def _glance(store: Store, run: Run, present: bool) -> TableRow:
     sent = next(iter(store.summaries.bytes(run.name, ("run",), 0, EVERY)), {})
     rates = [name for name, figure in run.figures.items() if figure.unit == "accuracy"]
     return {
-        "present": len(store.devices.present(run.name)) if present else 0,
         "round_seconds": round_or_none(mean, 2),
         "seconds_left": round_or_none(left, 1),
         "test_accuracy": _last(item.test_accuracy for item in newest),

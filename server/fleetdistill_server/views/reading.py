@@ -100,8 +100,12 @@ VIEWS: Mapping[str, ViewReader] = {
     ),
     "server": lambda store, directory, query: server.server(store, directory),
     "about": _about,
-    "runs": lambda store, directory, query: runs.runs(store, served(directory, store)),
-    "run": lambda store, directory, query: runs.run(store, query.run, served(directory, store)),
+    "runs": lambda store, directory, query: runs.runs(
+        store, served(directory, store), present=may_be_present(directory, store)
+    ),
+    "run": lambda store, directory, query: runs.run(
+        store, query.run, served(directory, store), present=may_be_present(directory, store)
+    ),
     "devices": lambda store, directory, query: runs.devices(
         store, query.run or None, served=may_be_present(directory, store)
     ),

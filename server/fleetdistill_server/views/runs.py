@@ -61,19 +61,19 @@ class View:
         return to_json(value, indent=1)
 
 
-def runs(store: Store, served: Served = NOT_SERVED) -> View:
-    """Returns a view of all runs; `served` is what a server currently works on."""
-    devices = store.devices.counts()
-    return View({"runs": [run_row(item, devices.get(item.name, 0), served) for item in store.runs.all()]})
+def runs(store: Store, served: Served = NOT_SERVED, *, present: bool = True) -> View:
+    """Returns a view of all runs; see `run_row`."""
+    return View({"runs": [run_row(store, item, served, present=present) for item in store.runs.all()]})
 
 
-def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
+def run(store: Store, name: str, served: Served = NOT_SERVED, *, present: bool = True) -> View:
     """Returns a view of one run: its rounds, accuracies, traffic and events.
 
     Args:
         store: Store that contains the run.
         name: Name of the run.
         served: What a server currently works on.
+        present: Whether devices can be present, as `may_be_present`.
 
     Raises:
         ConfigurationError: The run does not exist.
@@ -100,7 +100,7 @@ def run(store: Store, name: str, served: Served = NOT_SERVED) -> View:
         "models_kept": sum(figure.kept or 0 for figure in figures),
         **_expected_of_the_fleet(expectations),
     }
-    facts = {**run_row(shown, store.devices.count(name), served), **_end(store, shown), **totals, **_privacy(shown)}
+    facts = {**run_row(store, shown, served, present=present), **_end(store, shown), **totals, **_privacy(shown)}
     return View(lists, facts)
 
 
@@ -205,8 +205,8 @@ def contract_of(run: Run) -> contract_pb2.Contract:
     return contract_pb2.Contract.FromString(run.contract)
 
 
-def run_row(run: Run, devices: int, served: Served) -> TableRow:
-    """Returns the summary of a run that `devices` devices have checked in to."""
+def run_row(store: Store, run: Run, served: Served, *, present: bool = True) -> TableRow:
+    """Returns the summary of a run: `devices` have ever checked in, and `present` are checked in now."""
     waits = run.waits_for if served.includes(run.name) and state_of(run, served) == WAITING else None
     return {
         "run": run.name,
@@ -215,7 +215,8 @@ def run_row(run: Run, devices: int, served: Served) -> TableRow:
         "reason": _reason(run) or (_needs(waits) if waits is not None else ""),
         "completed_rounds": run.completed_rounds,
         "wanted_rounds": run.max_rounds,
-        "devices": devices,
+        "present": len(store.devices.present(run.name)) if present else 0,
+        "devices": store.devices.count(run.name),
         "created": when(run.created_at),
     }
 

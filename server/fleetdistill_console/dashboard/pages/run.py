@@ -110,7 +110,7 @@ class Head:
                 _LEFT: time_left(row),
                 ROUND_SECONDS: duration(row["round_seconds"]),
                 _ACCURACY: last_accuracy(row),
-                _DEVICES: f"{row['present']:,} of {row['devices']:,}",
+                _DEVICES: f"{row['present']:,} of {row['devices']:,} registered",
                 _UP: size(row["bytes_up"]),
                 _DOWN: size(row["bytes_down"]),
             }

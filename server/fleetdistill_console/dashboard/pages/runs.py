@@ -44,7 +44,7 @@ _COLUMNS = [
     table.text("progress", "Rounds completed", minWidth=140),
     table.seconds("seconds_left", "Time left", minWidth=90),
     table.rate("accuracy", "Last accuracy", minWidth=95),
-    table.text("present", "Devices present", minWidth=95),
+    table.text("present", "Devices present", minWidth=140),
     table.size("bytes_up", "Received", minWidth=105),
     table.size("bytes_down", "Sent", minWidth=95),
     table.time("created", "Created (UTC)", minWidth=150),
@@ -67,5 +67,6 @@ def _cells(row: TableRow) -> dict[str, Any]:
     done, wanted = row["completed_rounds"], row["wanted_rounds"]
     progress = f"{done} of {wanted} ({percent(done / wanted)})" if wanted else f"{done}, until stopped"
     row = {**row, "seconds_left": row["seconds_left"] if is_at_work(row) else None}
-    shown = {"progress": progress, "accuracy": accuracy(row), "present": f"{row['present']:,} of {row['devices']:,}"}
+    present = f"{row['present']:,} of {row['devices']:,} registered"
+    shown = {"progress": progress, "accuracy": accuracy(row), "present": present}
     return {**row, "id": row["run"], "link": run_link(row["run"]), **shown}
