@@ -352,7 +352,8 @@ def test_the_servers_log_has_each_call_once_wherever_it_was_made(
     store.operator_calls.settle(begun, "done: run 'digits' is deleted")
     store.operator_calls.add(Call("operator", "olga", "RevokeDevice", {"device": "camera-7", "reason": ""}), "done")
     store.operator_calls.add(Call("operator", "olga", "RevokePerson", {"role": "viewer", "name": "vic"}), "done")
-    refused = Call("viewer", "vera", "ChangeRun", {"run": "digits"}, "ipv4:10.0.0.8:4040")
+    wanted = {"run": "digits", "status": "running"}
+    refused = Call("viewer", "vera", "ChangeRun", wanted, "ipv4:10.0.0.8:4040")
     store.operator_calls.add(refused, "refused: not-allowed: no", refused=True)
     with pytest.raises(StoreError, match="no space"):
         local_log(store).around(Call(LOCAL, "root", "Backup"), fail, lambda result: Outcome())
@@ -361,12 +362,12 @@ def test_the_servers_log_has_each_call_once_wherever_it_was_made(
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
     olga = "operator olga from ipv4:10.0.0.7:4040: DeleteRun"
     assert lines == [
-        ("INFO", f"{local_user()} on the store's machine: ChangeRun: done: run 'digits' is stopped"),
+        ("INFO", f"{local_user()} on the store's machine: ChangeRun stop: done: run 'digits' is stopped"),
         ("INFO", f"{olga}: begun"),
         ("INFO", f"{olga}: done: run 'digits' is deleted"),
         ("INFO", "operator olga from local: RevokeDevice camera-7: done"),
         ("INFO", "operator olga from local: RevokePerson viewer vic: done"),
-        ("WARNING", "viewer vera from ipv4:10.0.0.8:4040: ChangeRun: refused: not-allowed: no"),
+        ("WARNING", "viewer vera from ipv4:10.0.0.8:4040: ChangeRun start: refused: not-allowed: no"),
         ("WARNING", "root on the store's machine: Backup: failed: no space"),
     ]
     assert {getattr(record, "about_run", "digits") for record in caplog.records} == {"digits"}

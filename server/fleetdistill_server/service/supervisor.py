@@ -54,6 +54,13 @@ call_logger = logging.getLogger("fleetdistill.server.operators")
 LOOK_SECONDS = 1.0
 _WHOM = ("role", "name", "device")
 """Arguments that name whom a call revokes or forgets."""
+_ASKED = {
+    RunStatus.RUNNING: "start",
+    RunStatus.PAUSED: "pause",
+    RunStatus.STOPPED: "stop",
+    RunStatus.CANCELLED: "cancel",
+}
+"""What ChangeRun is asked to do, by the status that it gives a run."""
 
 
 def _write_served(config: RunConfig | ServerConfig) -> Path:
@@ -319,7 +326,9 @@ def _log(call: OperatorCall) -> None:
     caller = f"{caller_in_words(call.role, call.name)}{where}"
     arguments = _arguments(call)
     whom = "".join(f" {arguments[name]}" for name in _WHOM if arguments.get(name))
-    text = f"{caller}: {call.call}{whom}: {call.result}"
+    status = arguments.get("status", "")
+    asked = f" {_ASKED.get(status, status)}" if status else ""
+    text = f"{caller}: {call.call}{asked}{whom}: {call.result}"
     level = logging.WARNING if call.is_refused or call.result.startswith(FAILED) else logging.INFO
     call_logger.log(level, "%s", text, extra=about(run=arguments.get("run")))
 
