@@ -292,10 +292,10 @@ def test_a_certificate_with_which_nobody_can_connect_is_told(
 @pytest.mark.parametrize(
     ("changes", "begins"),
     [
-        ({"run_rounds": -1}, ["{path}: [run] rounds is -1, ", "[run] method: unknown method 'fedavgg'; did you mean"]),
+        ({"run_rounds": -1}, ["{path}: [run] method: unknown method 'fedavgg'; did you mean 'fedavg'?"]),
         ({}, ["{path}: [run] method: unknown method 'fedavgg'; did you mean 'fedavg'?"]),
         ({"run_method": "feddkc"}, []),
-        ({"server_listen": "nowhere"}, ["{path}: [server] listen is ", "[run] method: unknown method 'fedavgg'"]),
+        ({"server_listen": "nowhere"}, ["{path}: [run] method: unknown method 'fedavgg'; did you mean 'fedavg'?"]),
     ],
 )
 def test_settings_that_cannot_be_used_hide_no_other_error(

@@ -243,6 +243,13 @@ def test_a_method_that_is_mistyped_is_guessed() -> None:
     assert sentence.startswith("[run] method: unknown method 'fedkc'; did you mean 'feddkc'? Expected one of cdkt, ")
 
 
+@pytest.mark.parametrize("contract", [{}, {"classes": 1, "input_shape": []}])
+def test_a_mistyped_method_is_named_before_other_errors(contract: dict[str, Any]) -> None:
+    sentence = refusal({"run": {"name": "digits", "method": "fedkc"}, "contract": contract})
+    assert sentence.startswith("[run] method: unknown method 'fedkc'; did you mean 'feddkc'? Expected one of cdkt, ")
+    assert "; [contract] classes " in sentence
+
+
 @pytest.mark.parametrize("section", ["run", "method"])
 def test_a_key_without_a_name_is_an_unknown_setting(section: str) -> None:
     assert refusal(with_setting(section, "", 1)).startswith(f'[{section}] "": unknown setting; known are ')

@@ -14,10 +14,8 @@ from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
 from fleetdistill.link.grpc_link import is_loopback
-from fleetdistill.methods import config_class
 from fleetdistill.methods.classstats_private.merge import rows_needed
 from fleetdistill.methods.classstats_secure.config import CERTIFICATES, SumSettings
-from fleetdistill.methods.outside import import_modules
 from fleetdistill.models import MODELS, resolve
 from fleetdistill.wire.kind import DEFAULT_COLUMNS, allow_line
 from fleetdistill_server.config.run_config import RunConfig
@@ -131,8 +129,6 @@ def problems_of_file(path: Path, error: ConfigurationError, insecure: bool) -> l
     with contextlib.suppress(ConfigurationError):  # then `error` says what is wrong with the file or with [server]
         sections = read_toml(path)
         run, model = (section if isinstance(section := sections.get(name), dict) else {} for name in ("run", "model"))
-        if isinstance(method := run.get("method"), str):
-            checks.append(lambda: _check_method(method, run.get("import")))
         if isinstance(device := model.get("device"), str):
             checks.append(lambda: _check_device_model(device))
         checks += _of_server(load_server_config(path).server, str(run.get("name", "")), insecure)
@@ -316,16 +312,6 @@ def _check_port(setting: str, address: str) -> None:
 def _raise_first(problems: Sequence[str]) -> None:
     for problem in problems:
         raise ConfigurationError(problem)
-
-
-def _check_method(name: str, modules: object) -> None:
-    """Raises ConfigurationError for an unknown method."""
-    if isinstance(modules, list) and all(isinstance(module, str) for module in modules):
-        import_modules(modules, "[run] import")
-    try:
-        config_class(name)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"[run] method: {error}") from error
 
 
 def _check_device_model(name: str) -> None:

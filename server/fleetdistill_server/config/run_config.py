@@ -241,10 +241,7 @@ def check_settings(method: str, settings: Mapping[str, Any]) -> Any:
     Raises:
         ConfigurationError: The method or a setting is unknown, of the wrong type or out of range.
     """
-    try:
-        cls = config_class(method)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"[run] method: {error}") from error
+    cls = _known(method)
     section = _section_of(cls)  # type: ignore[arg-type]  # mypy takes a class for one of its instances
     _check_names(method, section.model_fields, settings.keys())
     try:
@@ -255,6 +252,14 @@ def check_settings(method: str, settings: Mapping[str, Any]) -> Any:
         raise ConfigurationError(sentences(error, {"method": list(section.model_fields)}, "method")) from error
     except ConfigurationError as error:
         raise ConfigurationError(f"[method] {error}") from error
+
+
+def _known(method: str) -> type[Any]:
+    """Returns the configuration class of the method in [run]. Raises ConfigurationError for an unknown one."""
+    try:
+        return config_class(method)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"[run] method: {error}") from error
 
 
 def _check_names(method: str, known: Collection[str], settings: Set[str]) -> None:
@@ -301,10 +306,23 @@ def run_config(values: dict[str, Any]) -> RunConfig:
     try:
         checked = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigurationError(sentences(error, _SETTINGS)) from error
+        said = [*_unknown_method(values.get("run")), sentences(error, _SETTINGS)]
+        raise ConfigurationError("; ".join(said)) from error
     import_modules(checked.run.modules, "[run] import")
     checked.method_config()
     return checked
+
+
+def _unknown_method(run: Any) -> list[str]:
+    """Returns the error of an unknown method in [run], which is named before those of settings; else nothing."""
+    method, modules = (run.get("method"), run.get("import", [])) if isinstance(run, Mapping) else (None, [])
+    if isinstance(method, str) and isinstance(modules, list) and all(isinstance(module, str) for module in modules):
+        try:
+            import_modules(modules, "[run] import")
+            _known(method)
+        except ConfigurationError as error:
+            return [str(error)]
+    return []
 
 
 _SETTINGS = {
