@@ -30,10 +30,11 @@ from support.wire_samples import in_pieces, make_payload, make_profile
 
 from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.link import x509 as device_x509
-from fleetdistill.link.credentials import Credentials, load_credentials
+from fleetdistill.link.credentials import AUTHORITIES, Credentials, load_credentials
 from fleetdistill.link.enrolment import Enrolment, read_token
 from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc, knowledge_pb2, service_pb2, service_pb2_grpc
+from fleetdistill_server.front.guard import AcceptedAuthorities
 from fleetdistill_server.security.pki import SERVER, Authority, forget_old_authority, rotate_authority
 from fleetdistill_server.store.store import Store
 
@@ -203,6 +204,18 @@ def test_a_damaged_file_keeps_the_certificate_that_was_there(front: SecuredFront
     assert server_fingerprint(front) == before
     path.write_bytes(whole)
     assert server_fingerprint(front) == before
+
+
+def test_a_rotation_and_its_end_are_lines_of_the_servers_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fleetdistill.server.front")
+    make_pki(tmp_path / "pki")
+    authorities = AcceptedAuthorities(tmp_path / "pki" / AUTHORITIES)
+    for change in (lambda pki: None, rotate_authority, forget_old_authority):
+        change(tmp_path / "pki")
+        assert not authorities.accept("CN=a name that is new, for which it looks at the file")
+    begins = [line.partition(" certificates of: ")[0] for line in caplog.messages]
+    assert begins == ["the server now accepts"] * 2
+    assert [line.count("CN=") for line in caplog.messages] == [2, 1]
 
 
 @pytest.mark.long

@@ -119,8 +119,10 @@ class AcceptedAuthorities:
                 stat = self._path.stat()
                 if (stamp := (stat.st_mtime_ns, stat.st_ino)) != self._stamp:
                     certificates = x509.load_pem_x509_certificates(self._path.read_bytes())
-                    self._names = {certificate.subject.rfc4514_string() for certificate in certificates}
-                    self._stamp = stamp
+                    names = {certificate.subject.rfc4514_string() for certificate in certificates}
+                    if self._names not in (set(), names):
+                        logger.info("the server now accepts certificates of: %s", ", ".join(sorted(names)))
+                    self._names, self._stamp = names, stamp
         return name in self._names
 
 
