@@ -17,13 +17,13 @@ from support.secured import device_credentials, make_pki, secured_front
 from support.stores import IN_POSTGRES, place_store
 from typer.testing import CliRunner
 
-from fleetdistill.errors import NoSpaceError, RefusedError, StoreError, StoreUnavailableError
+from fleetdistill.errors import LinkError, NoSpaceError, RefusedError, StoreError, StoreUnavailableError
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.intake.operator_log import OperatorLog
 from fleetdistill_server.operations.client import OperatorClient, connect
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.security.certificates import Role, holder_of
-from fleetdistill_server.security.pki import Authority, rotate_authority
+from fleetdistill_server.security.pki import Authority, forget_old_authority, rotate_authority
 from fleetdistill_server.service.creation import NewRun
 from fleetdistill_server.store import operator_calls
 from fleetdistill_server.store.database import Row
@@ -153,6 +153,35 @@ def test_a_change_and_its_call_are_one_transaction(place: Place, monkeypatch: py
     with pytest.raises(RuntimeError):
         LocalStore(place.work / "store").revoke("camera-7", "")
     assert place.store.credentials.revocations() == []
+
+
+def test_a_forgotten_ca_is_named_and_fills_no_record(place: Place) -> None:
+    """As with a page of the dashboard that stays open: the connection outlives the end of the CA."""
+    with connect(place.address, place.work / "pki" / "viewer-vera") as vera:
+        assert vera.runs().lists["runs"]
+        rotate_authority(place.work / "pki")
+        forget_old_authority(place.work / "pki")
+        text = "is of a CA that the server no longer accepts; ask for a new one"
+        wait_until(lambda: text in said_to(vera), "the end of the old CA")
+        assert all(text in said_to(vera) for _ in range(5))
+    with connect(place.address, renewed(place)) as olga:
+        wait_until(lambda: len(olga.operators().lists["operators"]) == 1, "the only line of the record")
+    (row,) = place.calls()
+    assert row["result"].startswith("refused: old-ca: the certificate of viewer 'vera' is of a CA that the server no")
+
+
+def renewed(place: Place) -> Path:
+    Authority(place.work / "pki").issue_person(Role.OPERATOR, "olga", 1.0, place.work / "olga")
+    return place.work / "olga"
+
+
+def said_to(there: OperatorClient) -> str:
+    """Returns why a call fails; empty if it succeeds."""
+    try:
+        there.runs()
+    except LinkError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("kind", ["files", IN_POSTGRES])

@@ -23,7 +23,7 @@ from fleetdistill.interruption import check_may_continue
 from fleetdistill.link.credentials import Credentials
 from fleetdistill.link.tls_probe import accepts_tls
 from fleetdistill.spans import NO_SPANS, Spans
-from fleetdistill.wire.codes import Code
+from fleetdistill.wire.codes import NEED_CERTIFICATE, Code
 from fleetdistill.wire.compression import offered
 from fleetdistill.wire.framing import frame, unframe
 from fleetdistill.wire.payload import AnyChunk, Chunk
@@ -370,13 +370,13 @@ def _upload_messages(header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk
 
 def _translate(error: Any, server: str) -> FleetDistillError:
     info = error_info(error)
-    if info is not None and info.reason not in (Code.INTERNAL, Code.EXPIRED):
+    if info is not None and info.reason not in (Code.INTERNAL, *NEED_CERTIFICATE):
         return RefusedError(info.reason, error.details(), dict(info.metadata))
     details = error.details() or ""
     if error.code() == grpc.StatusCode.UNAVAILABLE:
         reason = next((text for pattern, text in _REASONS.items() if re.search(pattern, details)), "")
         return _NotAdmitted(f"server {server} cannot be reached{reason and '; '}{reason}", has_reason=bool(reason))
-    if info is not None and info.reason == Code.EXPIRED:
+    if info is not None and info.reason in NEED_CERTIFICATE:
         return _NotAdmitted(f"server {server} refuses the call: {details}", has_reason=True)
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return LinkError(f"server {server} did not answer in time; check the network, and the server's log and load")

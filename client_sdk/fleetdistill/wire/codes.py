@@ -46,6 +46,7 @@ class Code(StrEnum):
     BAD_IDENTITY = "bad-identity"
     BAD_TOKEN = "bad-token"
     EXPIRED = "expired"
+    OLD_CA = "old-ca"
     REVOKED = "revoked"
     NOT_ALLOWED = "not-allowed"
     CONTRACT_MISMATCH = "contract-mismatch"
@@ -65,6 +66,10 @@ class Code(StrEnum):
     NO_SPACE = "no-space"
     TOO_MANY = "too-many"
     INTERNAL = "internal"
+
+
+NEED_CERTIFICATE = (Code.EXPIRED, Code.OLD_CA)
+"""Codes after which a caller needs a new certificate."""
 
 
 def after_seconds(details: Mapping[str, str]) -> float:
@@ -94,6 +99,11 @@ MEANINGS: dict[Code, Meaning] = {
     Code.BAD_IDENTITY: Meaning("UNAUTHENTICATED", True, "the device id is taken by another secret, or malformed"),
     Code.BAD_TOKEN: Meaning("UNAUTHENTICATED", True, "the enrolment token is unknown, used, revoked or expired"),
     Code.EXPIRED: Meaning("UNAUTHENTICATED", True, "the caller's certificate has expired; renew it and call again"),
+    Code.OLD_CA: Meaning(
+        "UNAUTHENTICATED",
+        True,
+        "the server no longer accepts the CA of the caller's certificate; get a new certificate",
+    ),
     Code.REVOKED: Meaning("PERMISSION_DENIED", True, "the device, the person or the certificate was revoked"),
     Code.NOT_ALLOWED: Meaning("PERMISSION_DENIED", True, "the caller must not make this call, or not for this name"),
     Code.CONTRACT_MISMATCH: Meaning("FAILED_PRECONDITION", True, "the device does not fit the run's contract"),

@@ -206,7 +206,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
             text = f"the certificate of {holder.role} {holder.name!r} is of a CA that the server no longer accepts"
             device = holder.role is Role.DEVICE
             remedy = "enrol again with a new token" if device else "ask for a new one of `fleetdistill pki issue`"
-            raise RefusedError(Code.EXPIRED, f"{text}; {remedy}")
+            raise RefusedError(Code.OLD_CA, f"{text}; {remedy}")
         if holder.expires_at < time.time():
             text = f"the certificate of {holder.role} {holder.name!r} has expired; renew it or enrol again"
             raise RefusedError(Code.EXPIRED, text)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from fleetdistill.errors import FleetDistillError, NoSpaceError, RefusedError, StoreError, StoreUnavailableError
+from fleetdistill.wire.codes import NEED_CERTIFICATE, Code
 from fleetdistill_server.intake.device_api import DirectCommit
 from fleetdistill_server.intake.limiter import Allowance
 from fleetdistill_server.store.group_commit import Commit
@@ -21,6 +22,8 @@ T = TypeVar("T")
 logger = logging.getLogger("fleetdistill.server.operators")
 _REFUSED_PER_HOUR = 60
 """Number of refused calls of one caller that are stored in an hour."""
+_OF_ITS_CERTIFICATE = (*NEED_CERTIFICATE, Code.REVOKED)
+"""Codes that refuse every call of a caller alike, as those of a page that stays open; one an hour is stored."""
 
 
 class OperatorLog:
@@ -33,6 +36,7 @@ class OperatorLog:
     def __init__(self, commit: Commit) -> None:
         self._commit = commit
         self._allowance = Allowance(_REFUSED_PER_HOUR)
+        self._of_certificates = Allowance(1)
 
     def commit(self, call: Call, change: Callable[[Store], T], describe: Callable[[T], Outcome]) -> T:
         """Makes a change and stores its call in the same transaction; a failed call is stored too.
@@ -77,7 +81,9 @@ class OperatorLog:
         """Stores a failed or refused call if the store can be used, up to a number for each caller and hour."""
         if isinstance(error, (StoreUnavailableError, NoSpaceError)):
             return
-        if self._allowance.take((call.role, call.name or call.address.rpartition(":")[0])):
+        shut_out = isinstance(error, RefusedError) and error.code in _OF_ITS_CERTIFICATE
+        allowance = self._of_certificates if shut_out else self._allowance
+        if allowance.take((call.role, call.name or call.address.rpartition(":")[0])):
             return
         text = f"refused: {error.code}: {error}" if isinstance(error, RefusedError) else f"{FAILED}{error}"
         with _log():
