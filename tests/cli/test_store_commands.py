@@ -219,6 +219,8 @@ def test_backup_and_restore(directory: Path, tmp_path: Path) -> None:
     code, said = call("restore", str(tmp_path / "backup"), "--store", str(tmp_path / "restored"))
     assert (code, "a server whose [server] store is this directory continues from the backup" in said) == (0, True)
     assert status(tmp_path / "restored") == "running (no server)"
+    (known,) = LocalStore(tmp_path / "restored").server().lists["backups"]
+    assert known["result"] == "done: the store was restored from this backup"
     code, said = call("restore", str(tmp_path / "backup"), "--store", str(directory))
     assert (code, "is not an empty directory" in said) == (1, True)
 

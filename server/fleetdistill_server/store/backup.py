@@ -30,6 +30,7 @@ from fleetdistill.version import VERSION
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.location import Location, has_store, read_location
+from fleetdistill_server.store.operator_calls import BEGUN
 from fleetdistill_server.store.retention import exclusive, needed
 from fleetdistill_server.store.store import Store
 
@@ -296,6 +297,9 @@ def _note_restore(directory: Path, made_at: str) -> None:
     store = Store.open(directory)
     try:
         store.run_control.forget_server()
+        made = store.operator_calls.newest(before=None, call="BackUp", text="", most=1)
+        if made and made[0].result == BEGUN:  # the snapshot was taken while its own backup was being made
+            store.operator_calls.settle(made[0].id, "done: the store was restored from this backup")
         for run in store.runs.names():
             text = f"restored from the backup of {made_at}; {VOID}"
             store.history.add_event(run, "restored", text)
