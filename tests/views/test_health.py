@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -92,6 +93,25 @@ def test_a_run_that_waits_for_an_engine_does_not_hang(tmp_path: Path, monkeypatc
     with serve_lock.take(tmp_path, "", 1):
         (said,) = EngineHealth(tmp_path, store).problems()
     assert "'first'" in said
+    store.close()
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_a_restarted_engine_is_not_its_predecessor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    """The heartbeat in the run's folder is of an engine that hung; the supervisor lists the one in its place."""
+    store = Store.open(tmp_path)
+    store.runs.begin("r", {})
+    store.run_control.set_setup("r", {})
+    store.run_control.activate("r")
+    engine_directory(tmp_path, "r").mkdir(parents=True)
+    (engine_directory(tmp_path, "r") / HEARTBEAT).touch()
+    monkeypatch.setattr("fleetdistill_server.views.health.SILENT_SECONDS", 0.0)
+    with serve_lock.take(tmp_path, "", 1):
+        ProcessFile(tmp_path).write([ProcessState(ENGINE, "r", os.getpid(), 1)] if restarted else [])
+        said = EngineHealth(tmp_path, store).problems()
+    assert ["'r'" in text for text in said] == ([] if restarted else [True])
     store.close()
 
 
