@@ -74,6 +74,9 @@ def devices_forget(
 ) -> None:
     """Deletes a device's contributions to a run. Example: fleetdistill devices forget digits camera-7
 
+    Run it on the engine's machine: it has no --server, because of a run that is over it changes the method's state
+    itself. To shut a device out from elsewhere at once, use `fleetdistill devices revoke DEVICE --server HOST:PORT`.
+
     In a run with secure sums (not yet reviewed by a cryptographer), the whole sum that contains the device is deleted,
     with the other devices' parts of it.
     """
