@@ -74,7 +74,7 @@ async def abort(context: Any, error: FleetDistillError) -> NoReturn:
 
 def _as_refusal(error: FleetDistillError) -> RefusedError:
     if isinstance(error, NoSpaceError):
-        return RefusedError(Code.NO_SPACE, f"{error}; no receipt was issued, retry later")
+        return RefusedError(Code.NO_SPACE, "the server's disk is full; no receipt was issued, retry later")
     if isinstance(error, StoreUnavailableError):
         _away.fail(error)
         return RefusedError(Code.NOT_READY, "the server's database or object store is not available; retry later")
