@@ -185,6 +185,59 @@ def test_other_inputs_are_refused(tmp_path: Path, inputs: Any, sentence: str) ->
             device.predict(inputs)
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    result = [record.message for record in caplog.records if "the inputs of predict" in record.message]
+    caplog.clear()
+    return result
+
+
+SCALED = np.random.default_rng(0).random((64, 4)).astype(np.float32)
+SCALED.flat[:2] = 0, 1
+PIXELS = np.full((2, 4), 255, np.float32)
+PIXELS[0, 0] = 0
+
+
+def test_inputs_of_another_scale_are_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Before and after a delivery, after a restart, and in another process."""
+    data = (SCALED, np.arange(64) % CLASSES)
+    device, _ = device_at(LyingLink(ask()), tmp_path, data=data, export="round")
+    with device:
+        for _ in range(2):
+            device.predict(SCALED * 3 - 1)
+            device.predict(PIXELS[:0])
+            assert warnings_of(caplog) == []
+            device.predict(torch.from_numpy(PIXELS))
+            device.predict(PIXELS)
+            (warned,) = warnings_of(caplog)
+            assert "values in [0, 255], but the training data in [0, 1]" in warned
+            device.run()
+    restarted, _ = device_at(LyingLink(), tmp_path, data=data)
+    with restarted:
+        restarted.predict(PIXELS)
+        assert len(warnings_of(caplog)) == 1
+    predictor = Predictor(tmp_path)
+    predictor.predict(SCALED)
+    assert warnings_of(caplog) == []
+    predictor.predict(PIXELS)
+    predictor.predict(PIXELS)
+    (warned,) = warnings_of(caplog)
+    assert "values in [0, 255], but the training data in [0, 1]" in warned
+
+
+@pytest.mark.parametrize(("form", "known"), [(lambda data: lambda: data, 1), (lambda data: [], 0)])
+def test_scale_is_known_once_the_data_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, form: Callable[[Any], Any], known: int
+) -> None:
+    """Of a function with the first answer, and without data never."""
+    device, _ = device_at(LyingLink(ask()), tmp_path, data=form((SCALED, np.arange(64) % CLASSES)))
+    with device:
+        device.predict(PIXELS)
+        assert warnings_of(caplog) == []
+        device.step(0)
+        device.predict(PIXELS)
+        assert len(warnings_of(caplog)) == known
+
+
 def test_predictions_go_on_without_server_and_after_data_change(tmp_path: Path) -> None:
     link = FaultyLink(LyingLink(ask(round=1), ask(round=2)), lost_reply("upload"))
     device, _ = device_at(link, tmp_path)

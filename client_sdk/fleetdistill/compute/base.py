@@ -234,6 +234,10 @@ class Compute(ABC):
             "fleetdistill.compute.Compute"
         )
 
+    def input_range(self) -> tuple[float, float] | None:
+        """Returns the range of the training inputs' values, for the warning of `Device.predict`; None if unknown."""
+        return None
+
     def use_deployment(self, deployment: Deployment) -> None:
         """Applies `max_accuracy_drop` to decisions on replacement, and `opset` and `dynamic_size` to exports.
 

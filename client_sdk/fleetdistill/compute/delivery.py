@@ -13,6 +13,7 @@ import numpy as np
 from fleetdistill.compute.base import Compute, Computed
 from fleetdistill.data.samples import Samples, named, read_samples
 from fleetdistill.data.splits import Splits
+from fleetdistill.deployment.batch import range_of
 from fleetdistill.deployment.quantization import CheckData, check_data_of
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.errors import DataError
@@ -247,6 +248,10 @@ class DeliveringCompute(Compute, Generic[Model]):
         """Returns the accuracy of an earlier delivered model on the validation data; None without such data."""
         return self._counts(self.unpack_model(delivered), SPLIT).accuracy if SPLIT in self._scored else None
 
+    def input_range(self) -> tuple[float, float] | None:
+        """Returns the range of the first training inputs' values; None without samples."""
+        return range_of(self._samples.first)
+
     def check_data(self) -> CheckData:
         """Returns the samples that check and calibrate a quantised file."""
         return check_data_of(self._samples, self._scored.get(SPLIT))
@@ -268,6 +273,8 @@ class DeliveringCompute(Compute, Generic[Model]):
             "method": self.contract.method,
             "class_names": ",".join(self.contract.classes),
         }
+        if known := self.input_range():
+            metadata["input_range"] = "{:.9g},{:.9g}".format(*known)
         in_use = self.delivered_model()
         if len(self._delivered) == 1:
             return self._export(in_use, path, metadata)

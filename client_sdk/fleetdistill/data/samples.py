@@ -320,6 +320,19 @@ def check_data(data: Any, name: str) -> None:
             _check_first(rows)
 
 
+def first_inputs(data: Any) -> Array | None:
+    """Returns the inputs of the first samples; None for a function or iterable data, which take a pass to read.
+
+    Raises:
+        DataError: The data cannot be read.
+    """
+    inner, _ = unwrap(data)
+    if inner is None or is_function(inner) or is_iterable_only(inner):
+        return None
+    rows = open_rows(inner)
+    return rows.read(range(min(len(rows), _FIRST_CHUNK)))[0]
+
+
 def check_splits(splits: Splits) -> None:
     """Checks data as far as that is quick. Raises DataError with the argument's name."""
     for name in ("data", "test_data", "validation_data"):

@@ -1,13 +1,19 @@
-"""The check of a batch of inputs that an app passes to a delivered model."""
+"""The checks of a batch of inputs that an app passes to a delivered model."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from fleetdistill.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+_FAR = 4
+"""A value is far outside a range if it is this many times the range's width away from it."""
 
 
 def shape_message(found: Sequence[int], input_shape: Sequence[int | None]) -> str:
@@ -47,6 +53,41 @@ def check_batch(inputs: Any, input_shape: Sequence[int | None] | None) -> None:
 def _is_of_floats(inputs: Any) -> bool:
     dtype = getattr(inputs, "dtype", None)
     return getattr(dtype, "kind", "") == "f" or bool(getattr(dtype, "is_floating_point", False))
+
+
+def range_of(inputs: Any) -> tuple[float, float] | None:
+    """Returns the smallest and the largest value of inputs; None if there is no value."""
+    return None if inputs is None or 0 in inputs.shape else (float(inputs.min()), float(inputs.max()))
+
+
+class RangeCheck:
+    """Logs one warning if a batch lies far outside the range of the training data: the logits are meaningless then.
+
+    An app that trains on pixels of 0 to 1 and predicts with 0 to 255 gets confident wrong answers without an error.
+    The opposite is not noticed, because a dark image has small values, too.
+
+    Args:
+        expected: Range of the first training samples; None if it is unknown.
+    """
+
+    def __init__(self, expected: tuple[float, float] | None) -> None:
+        self._expected = expected
+
+    def check(self, inputs: Any) -> None:
+        """Checks a batch that the model has accepted."""
+        expected = self._expected
+        if expected is None or (found := range_of(inputs)) is None:
+            return
+        (low, high), (lowest, highest) = expected, found
+        margin = _FAR * (high - low)
+        if margin and (lowest < low - margin or highest > high + margin):
+            self._expected = None
+            logger.warning(
+                "the inputs of predict have values in [%g, %g], but the training data in [%g, %g]; scale them like the "
+                "training data, else the logits are meaningless. Logged once for each version of the model",
+                *found,
+                *expected,
+            )
 
 
 def free_size(input_shape: Sequence[int]) -> list[int | None]:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetdistill.checked import check_integer, check_name
-from fleetdistill.deployment.batch import check_batch
+from fleetdistill.deployment.batch import RangeCheck, check_batch
 from fleetdistill.deployment.settings import is_installed
 from fleetdistill.deployment.stamp import check_stamp
 from fleetdistill.errors import ModelError, StateError
@@ -67,6 +67,7 @@ class DeployedModel:
         self.variant, self.run = result.get("answer", ""), result.get("run", "")
         self.class_names: Sequence[str] = tuple(result.get("class_names", "").split(","))
         self.quantized = result.get("quantized", "")
+        self._scale = RangeCheck(_range(result.get("input_range", "")))
         (model_input,), (output,) = self._session.get_inputs(), self._session.get_outputs()
         if output.name != "logits" or len(model_input.shape) < 1:
             raise ModelError(f"the file has the output {output.name[:40]!r}, expected 'logits'")
@@ -88,6 +89,7 @@ class DeployedModel:
             raise ModelError(f"the model cannot process a batch of shape {shape}: {first_line(error)}") from error
         if logits.ndim != 2 or len(logits) != len(batch):
             raise ModelError(f"the model gives shape {list(logits.shape)} for a batch of {len(batch)}")
+        self._scale.check(batch)
         return logits
 
 
@@ -132,7 +134,8 @@ class Predictor:
         """Returns the logits of the newest model; see `DeployedModel.predict`.
 
         Args:
-            inputs: `[batch, *input_shape]` of any float type.
+            inputs: `[batch, *input_shape]` of any float type, scaled as the training data. Another scale gives wrong
+                answers and no error, only a warning in the log, if the device wrote its data's range into the file.
 
         Returns:
             Logits `[batch, classes]` float32.
@@ -244,6 +247,14 @@ def _check_file(status: os.stat_result) -> None:
         raise ModelError("the file is not a regular file")
     if status.st_size > MAX_FILE_BYTES:
         raise ModelError(f"the file has {status.st_size} bytes, must be at most {MAX_FILE_BYTES}")
+
+
+def _range(text: str) -> tuple[float, float] | None:
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        return None  # an earlier SDK wrote none, and neither does a device without samples
+    return low, high
 
 
 def _number(metadata: Mapping[str, str], name: str) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fleetdistill.deployment.batch import RangeCheck
 from fleetdistill.device.backend import Backend, Predict
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.errors import ModelError
@@ -58,7 +59,8 @@ class Predictions:
         self._stored_compute = stored_compute
         self._own_model = own_model
         self._version = version
-        self._current: tuple[Predict, int] | None = None  # the copy and its version, replaced at the same moment
+        # The copy, its version and the check of its inputs, replaced at the same moment.
+        self._current: tuple[Predict, int, RangeCheck] | None = None
 
     @property
     def version(self) -> int:
@@ -68,7 +70,10 @@ class Predictions:
 
     def predict(self, inputs: Any) -> Any:
         """Returns the logits of a batch of inputs; the first call copies the model."""
-        return (self._current or self._copy())[0](inputs)
+        model, _, scale = self._current or self._copy()
+        logits = model(inputs)
+        scale.check(inputs)
+        return logits
 
     def renew(self) -> None:
         """Copies the delivered model again after it was replaced, if the app predicts at all.
@@ -80,22 +85,24 @@ class Predictions:
         try:
             self._copy()
         except BaseException:
-            self._current = (self._current[0], self._version())
+            self._current = (self._current[0], self._version(), self._current[2])
             raise
 
     def forget(self) -> None:
         """Forgets the copy, after the device was erased."""
         self._current = None
 
-    def _copy(self) -> tuple[Predict, int]:
+    def _copy(self) -> tuple[Predict, int, RangeCheck]:
         with self._parts.lock.held():
-            self._current = (self._frozen(), self._version())
+            model, known = self._frozen()
+            self._current = (model, self._version(), RangeCheck(known or self._backend.data_range()))
             return self._current
 
-    def _frozen(self) -> Predict:
+    def _frozen(self) -> tuple[Predict, tuple[float, float] | None]:
+        """Returns the copy, and the range of the training data if a compute backend has read them."""
         compute = self._backend.compute
         if compute is None or not compute.has_state:
             compute = self._stored_compute()
         if compute is None:
-            return self._own_model()
-        return compute.frozen_model()
+            return self._own_model(), None
+        return compute.frozen_model(), compute.input_range()

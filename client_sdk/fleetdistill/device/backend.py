@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fleetdistill.data.samples import first_inputs
 from fleetdistill.data.splits import Splits
+from fleetdistill.deployment.batch import range_of
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.deployment.versions import missing_states
 from fleetdistill.device.parts import DeviceParts
-from fleetdistill.errors import ConfigurationError, DamagedStateError, ModelError, StateError
+from fleetdistill.errors import ConfigurationError, DamagedStateError, DataError, ModelError, StateError
 from fleetdistill.link.downloads import Downloads
 from fleetdistill.models.torch_model import TorchModel
 from fleetdistill.state import failpoints
@@ -179,6 +182,12 @@ class Backend:
         compute = self.make(contract)
         may_change = compute is known and compute.sample_count is not None
         return compute, may_change and compute.reread_data(self.data)
+
+    def data_range(self) -> tuple[float, float] | None:
+        """Returns the range of the app's data, if that is quick to read; None also if they cannot be used."""
+        with contextlib.suppress(DataError):
+            return range_of(first_inputs(self.data))
+        return None
 
     # --- state
 

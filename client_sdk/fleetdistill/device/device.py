@@ -447,7 +447,8 @@ class Device:
         Args:
             inputs: `[batch, *input_shape]` of any float type, on any device; a NumPy array or a torch tensor. A device
                 without PyTorch accepts only arrays. Scale values as those of the training data: pixels of 0 to 255 for
-                a model that was trained on 0 to 1 raise no error and give wrong answers.
+                a model that was trained on 0 to 1 give wrong answers and no error, only a warning in the log, if the
+                range of the training data is known.
 
         Returns:
             Logits `[batch, classes]` float32; an array for an array, a tensor on the same device for a tensor.
