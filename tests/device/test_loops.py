@@ -16,10 +16,10 @@ import pytest
 from device.sdk_fleet import RUN, Fleet, make_device
 from device.waiting import WaitingLink
 from support.hostile_server import DATA, LyingLink, ask, device_at, model
-from support.processes import PATIENCE_SECONDS, module_path
+from support.processes import PATIENCE_SECONDS, module_path, wait_until
 from torch import nn
 
-from fleetdistill import Device, Event, Step
+from fleetdistill import COLUMNS, Device, Event, Step
 from fleetdistill.device.contact import MAX_PAUSE_SECONDS
 from fleetdistill.device.loop import POLL_SECONDS
 from fleetdistill.errors import ConfigurationError, DeviceBusyError, DeviceClosedError, LinkError, ModelError
@@ -346,6 +346,68 @@ def test_data_replaced_by_other_thread_do_not_disturb_work(tmp_path: Path) -> No
         return [header.payload.sha256 for header in link.uploads]
 
     assert answers(tmp_path / "a", replaced=True) == answers(tmp_path / "b", replaced=False)
+
+
+class NotingLink(WaitingLink):
+    """Notes its calls, and the samples or the number of columns that a check-in declares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def check_in(self, identity: Any, profile: Any) -> Any:
+        if profile is not None:
+            self.calls.append((profile.samples, len(profile.allowed_columns)))
+        return super().check_in(identity, profile)
+
+    def next_ask(self, identity: Any, wait_seconds: float) -> Any:
+        self.calls.append("next_ask")
+        return super().next_ask(identity, wait_seconds)
+
+
+def use_less_data(device: Device) -> None:
+    device.replace_data((DATA[0][:6], DATA[1][:6]))
+
+
+def allow_less(device: Device) -> None:
+    device.allow = COLUMNS[:2]
+
+
+ALL = (len(DATA[0]), len(COLUMNS))
+CHANGES = [(use_less_data, (6, len(COLUMNS))), (allow_less, (len(DATA[0]), 2))]
+
+
+@pytest.mark.parametrize(("change", "declared"), CHANGES)
+def test_new_data_and_fewer_columns_end_the_wait_for_work(
+    tmp_path: Path, change: Callable[[Device], None], declared: tuple[int, int]
+) -> None:
+    link = NotingLink()
+    device, _ = device_at(link, tmp_path)
+    with device:
+        device.start()
+        assert link.polling.wait(PATIENCE_SECONDS)
+        change(device)
+        wait_until(lambda: link.calls[-1] == "next_ask" and len(link.calls) > 2, "the next request for work")
+        assert link.calls == [ALL, "next_ask", declared, "next_ask"]
+
+
+@pytest.mark.parametrize(("change", "declared"), CHANGES)
+def test_a_change_just_before_the_wait_for_work_is_not_missed(
+    tmp_path: Path, change: Callable[[Device], None], declared: tuple[int, int]
+) -> None:
+    link, devices, kinds = NotingLink(), list[Device](), list[str]()
+
+    def note(event: Event) -> None:
+        kinds.append(event.kind)
+        if kinds == ["checked-in"]:
+            change(devices[0])
+
+    devices.append(device_at(link, tmp_path, on_event=note)[0])
+    with devices[0] as device:
+        assert device.step() is Step.WAITED
+        device.start()
+        assert link.polling.wait(PATIENCE_SECONDS)
+        assert link.calls == [ALL, declared, "next_ask"]
 
 
 # --- signals

@@ -516,10 +516,11 @@ class Device:
     def replace_data(self, data: Any = None) -> None:
         """Replaces the training data, or reads them again. The next turn checks in with them before it requests work.
 
-        Work in progress ends with the previous data. An answer without a receipt is settled first, because it was made
-        from the previous data. The device keeps its model state, and `model` and `models` stay the same objects. May be
-        called from `on_event`. Data that the constructor would refuse are refused at once; what only reading them shows
-        raises DataError in the next turn.
+        That turn begins at once: this ends a wait for work, and the pause after a turn. Work in progress ends with the
+        previous data. An answer without a receipt is settled first, because it was made from the previous data. The
+        device keeps its model state, and `model` and `models` stay the same objects. May be called from `on_event`.
+        Data that the constructor would refuse are refused at once; what only reading them shows raises DataError in
+        the next turn.
 
         Args:
             data: New training data, as in `Device(data=...)`. Without it the device reads the data that it has again; a
@@ -536,6 +537,7 @@ class Device:
         with self._parts.lock.held():
             self._loop.check_open("replace_data")
             self._check_in.replace_data(data)
+        self._loop.wake()
 
     # --- what leaves the device
 
@@ -544,7 +546,8 @@ class Device:
         """Columns that may leave the device. Assign fewer to withdraw consent, from any thread and at any time.
 
         No answer that is sent after the assignment contains a withdrawn column; a stored one is dropped unless sending
-        has begun. The next `step` checks in again, and raises RefusedError if the run's method needs the column.
+        has begun. This ends a wait for work, as `replace_data` does. The next `step` checks in again, and raises
+        RefusedError if the run's method needs the column.
 
         Raises:
             ConfigurationError: A column is unknown, or not allowed at present. Open a new device to allow more.
@@ -554,6 +557,7 @@ class Device:
     @allow.setter
     def allow(self, columns: Sequence[str]) -> None:
         self._parts.consent.narrow(columns)
+        self._loop.wake()
 
     def preview(self) -> Preview:
         """Computes an answer as the run's first step requires, and returns what it contains. Nothing of it is sent.

@@ -34,6 +34,7 @@ from fleetdistill.errors import (
     NoSamplesError,
     WorkInterrupted,
 )
+from fleetdistill.interruption import check_may_continue, check_with
 from fleetdistill.link.terms import pause_seconds, plain
 from fleetdistill.wire.v1 import service_pb2
 
@@ -76,7 +77,8 @@ class Turns:
         self._ask_interrupted = False  # whether the work on the last ask is done again later
         self._asks_since: float | None = None  # when the device first asked for work that there was none of
         self._polling = threading.Lock()  # held while the state of a request for work changes
-        self._polls = self._woken = False  # whether a request for work is open, and whether `wake` has ended it
+        self._polls = False  # whether a request for work is open
+        self._woken = False  # whether `wake` was called since the turn began
 
     def turn(self, wait_seconds: float) -> tuple[Step, float]:
         """Runs one turn.
@@ -94,6 +96,7 @@ class Turns:
         """
         if self._stopped.is_set():
             return Step.PAUSED, 0.0
+        self._woken = False  # this turn sees what the app has changed
         self._events.emit_put_aside(self._parts.storage.put_aside)  # found at the start
         self._deployer.replace_requested()  # also while the device must not work
         if seconds := self._gate.seconds_to_wait():
@@ -159,11 +162,13 @@ class Turns:
             self._deployer.settle()
 
     def _next_ask(self, wait_seconds: float) -> service_pb2.NextAskResponse | None:
-        """Requests an ask; returns None if `wake` has ended the wait for it."""
-        self._polls, self._woken = True, False
+        """Requests an ask; returns None if `wake` has ended the turn, also before the request."""
+        self._polls = True
         try:
-            return self._parts.link.next_ask(self._parts.identity, wait_seconds)
-        except LinkError:
+            with check_with(self._check_not_woken):
+                check_may_continue()
+                return self._parts.link.next_ask(self._parts.identity, wait_seconds)
+        except (LinkError, WorkInterrupted):
             if self._woken:
                 return None
             raise
@@ -171,11 +176,15 @@ class Turns:
             with self._polling:
                 self._polls = False
 
+    def _check_not_woken(self) -> None:
+        if self._woken:
+            raise WorkInterrupted("the app has changed what the next turn does", "woken")
+
     def wake(self) -> None:
         """Ends a wait for work, so that the turn ends. Any thread may call it."""
         with self._polling:
+            self._woken = True
             if self._polls:
-                self._woken = True
                 self._parts.link.interrupt()
 
     def _note_work(self, response: service_pb2.NextAskResponse, asked_at: float) -> None:
