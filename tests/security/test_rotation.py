@@ -228,7 +228,8 @@ def test_a_device_of_a_forgotten_ca_returns_with_a_token(front: SecuredFront, st
     rotate_authority(front.pki)
     link.heartbeat(IDENTITY)
     forget_old_authority(front.pki)
-    wait_until(lambda: "is of a CA that the server no longer accepts" in said(link), "the end of the connection")
+    text = "is of a CA that the server no longer accepts; every call with it is refused until the device is opened"
+    wait_until(lambda: text in said(link), "the end of the connection")
     link.close()
     lost = GrpcLink(server, enrolment_of(front, tmp_path / "state", None))
     wait_until(lambda: "it may not admit this device's certificate" in said(lost), "what may be wrong")

@@ -38,6 +38,10 @@ from fleetdistill_server.store.store import Store
 
 logger = logging.getLogger("fleetdistill.server.front")
 _REFRESH_SECONDS = 1.0
+_RENEWAL = (
+    "every call with it is refused until the device is opened again with a new token of the operator's "
+    "`fleetdistill enrol`"
+)
 
 
 class Revocations(Protocol):
@@ -202,14 +206,14 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         """Raises RefusedError if a certificate has expired, or if it, its holder or its CA is no longer accepted."""
         if holder is None:
             return
+        code, state = Code.EXPIRED, ""
         if self._authorities is not None and not self._authorities.accept(holder.issuer):
-            text = f"the certificate of {holder.role} {holder.name!r} is of a CA that the server no longer accepts"
-            device = holder.role is Role.DEVICE
-            remedy = "enrol again with a new token" if device else "ask for a new one of `fleetdistill pki issue`"
-            raise RefusedError(Code.OLD_CA, f"{text}; {remedy}")
-        if holder.expires_at < time.time():
-            text = f"the certificate of {holder.role} {holder.name!r} has expired; renew it or enrol again"
-            raise RefusedError(Code.EXPIRED, text)
+            code, state = Code.OLD_CA, "is of a CA that the server no longer accepts"
+        elif holder.expires_at < time.time():
+            state = "has expired by the server's clock"
+        if state:
+            remedy = _RENEWAL if holder.role is Role.DEVICE else "ask for a new one of `fleetdistill pki issue`"
+            raise RefusedError(code, f"the certificate of {holder.role} {holder.name!r} {state}; {remedy}")
         if self._revocations.is_revoked(*holder.subjects):
             raise RefusedError(Code.REVOKED, f"{holder.role} {holder.name[:64]!r} was revoked; contact the operator")
 
