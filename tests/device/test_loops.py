@@ -410,6 +410,21 @@ def test_a_change_just_before_the_wait_for_work_is_not_missed(
         assert link.calls == [ALL, declared, "next_ask"]
 
 
+def test_the_end_of_a_run_is_told_and_exported_once(tmp_path: Path) -> None:
+    """Again if the operator has continued the run."""
+    over = [service_pb2.NextAskResponse(finished="over")] * 2
+    link = LyingLink(ask(), *over, service_pb2.NextAskResponse(come_back=service_pb2.ComeBack()), *over, ask(round=2))
+    device, events = device_at(link, tmp_path, export="finish")
+    with device:
+        steps = [device.tick() for _ in range(9)]
+    assert steps.count(Step.FINISHED) == 6
+    assert [event.kind for event in events if event.kind in ("delivered", "exported", "finished")] == [
+        *("delivered", "exported", "finished"),
+        "finished",
+        *("delivered", "exported", "finished"),
+    ]
+
+
 # --- signals
 
 

@@ -75,6 +75,7 @@ class Turns:
         self._stopped = stopped
         self._gate = EligibilityGate(parts.permission, parts.events, parts.link, stopped, self.leave)
         self._ask_interrupted = False  # whether the work on the last ask is done again later
+        self._over = False  # whether the app knows that the run is over
         self._asks_since: float | None = None  # when the device first asked for work that there was none of
         self._polling = threading.Lock()  # held while the state of a request for work changes
         self._polls = False  # whether a request for work is open
@@ -199,6 +200,7 @@ class Turns:
 
     def _handle(self, response: service_pb2.NextAskResponse, terms: service_pb2.CheckInResponse) -> tuple[Step, float]:
         self._ask_interrupted = False  # the server offers an interrupted ask again, or has closed it
+        self._over = self._over and response.HasField("finished")  # an operator can continue a finished run
         match response.WhichOneof("next"):
             case "ask":
                 self._events.emit_reason("")
@@ -218,6 +220,9 @@ class Turns:
 
     def _finish(self, reason: str) -> None:
         self._deployer.finish()
+        if self._over:
+            return
+        self._over = True
         text = plain(reason)
         if not self._deployer.version:
             text += "; no model was delivered to this device, and the run delivers none any more: its operator can "
