@@ -30,6 +30,7 @@ from fleetdistill import Deployment, Step
 from fleetdistill.errors import (
     DataError,
     LinkError,
+    NoRoomError,
 )
 from fleetdistill.knowledge import RefinedKnowledge
 from fleetdistill.state import failpoints
@@ -184,6 +185,25 @@ def test_disk_full_half_way_through_delivery_still_delivers(
         after = weights(device)
     with make_device(fleet, tmp_path) as restarted:
         assert equal(weights(restarted), after)
+
+
+def test_an_ask_that_fails_for_a_full_disk_is_told_once(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(name: str) -> None:
+        if name == "device.first-state.before-save":
+            raise NoRoomError("No space left on device")
+
+    fleet.ask("d")
+    events = EventLog()
+    with make_device(fleet, tmp_path, events) as device:
+        with monkeypatch.context() as patch:
+            patch.setattr(failpoints, "hit", full)
+            for _ in range(3):
+                with pytest.raises(NoRoomError):
+                    device.step(0)
+        assert device.step(0) is Step.ANSWERED
+    assert events.kinds().count("ask") == 1
 
 
 def test_an_upload_that_is_refused_neither_delivers_nor_counts(fleet: Fleet, tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ class AskHandler:
         self._max_seconds = max_seconds
         self._is_pinned = is_pinned
         self._declines = Declines()
+        self._failed = b""  # name of the ask whose work has ended with an error, and begins again
 
     def handle(self, ask: service_pb2.Ask, terms: service_pb2.CheckInResponse) -> tuple[Step, float]:
         """Computes and sends the answer to an ask, or declines the ask.
@@ -157,7 +158,9 @@ class AskHandler:
             check_ask(ask)
         except WireError as reason:
             return self._decline(ask, reason, terms)
-        self._events.emit_ask(ask)
+        if self._failed != _name_of(ask):  # else the app knows of it
+            self._events.emit_ask(ask)
+        self._failed = b""
         began = self._parts.clock.now()
         try:
             run, device = self._parts.identity.run, self._parts.identity.device
@@ -167,6 +170,9 @@ class AskHandler:
             if self._can_resume(ask, reason, self._parts.clock.now() - began):
                 raise
             return self._decline(ask, reason, terms)
+        except FleetDistillError:
+            self._failed = _name_of(ask)
+            raise
 
     def _can_resume(self, ask: service_pb2.Ask, reason: WorkInterrupted, elapsed: float) -> bool:
         """Returns whether interrupted work may end before the ask's deadline; an answer in the outbox is kept."""

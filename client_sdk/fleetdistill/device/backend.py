@@ -259,9 +259,13 @@ class Backend:
         if wants_initial and not compute.has_initial():
             compute.load_initial(decode(self.download(contract.initial_weights, contract)))
         # Saved before the first answer: if the answer is dropped, the device returns to this state.
-        failpoints.hit("device.first-state.before-save")
-        storage.save("delivered.safetensors", compute.delivered_state())
-        storage.save("state.safetensors", compute.state())
+        try:
+            failpoints.hit("device.first-state.before-save")
+            storage.save("delivered.safetensors", compute.delivered_state())
+            storage.save("state.safetensors", compute.state())
+        except BaseException:
+            compute.forget_state()  # else it would pass for stored when the disk has room again
+            raise
         failpoints.hit("device.first-state.after-save")
         compute.has_state = True
 
