@@ -192,6 +192,28 @@ def test_a_full_disk_is_named(state: Path) -> None:
     assert "the next answer may need" in error
 
 
+def sparse(path: Path, size: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+def test_the_next_answer_needs_what_an_answer_writes(state: Path) -> None:
+    """Each content once, and no earlier version."""
+
+    def disk() -> str:
+        return next(item.text for item in examine(state) if item.check == "disk")
+
+    assert disk().endswith("what an answer needs is known after the first one, several times the model's size")
+    for name, size in (("state", 10_000_000), ("delivered", 20_000_000)):
+        sparse(state / f"{name}.safetensors", size)
+    sparse(state / "model.onnx", 30_000_000)
+    (state / "general.onnx").hardlink_to(state / "model.onnx")
+    for number in (1, 2):
+        sparse(state / f"versions/{number}/delivered.safetensors", 1_000_000_000)
+    assert disk().endswith("the next answer may need 77 MB")  # 60 MB, and 16 MiB for small files
+
+
 def test_command_needs_only_sdk_and_exits_with_1_after_error(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--state", str(state)]) == 0
     assert "warning  server: not checked" in capsys.readouterr().out

@@ -154,14 +154,18 @@ def _owner(directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def _disk(directory: Path) -> Iterator[tuple[str, str]]:
-    """Compares the free space with another copy of all files, which the next answer may need."""
+    """Compares the free space with another copy of what an answer writes; earlier versions are only links to it."""
     free = free_bytes(directory)
-    wanted = sum(path.stat().st_size for path in own_files(directory)) + _ROOM_BYTES
+    versions = directory / "versions"
+    files = [path.stat() for path in own_files(directory) if versions not in path.parents]
+    wanted = sum({file.st_ino: file.st_size for file in files}.values()) + _ROOM_BYTES
     text = f"{_megabytes(free)} are free at {directory}"
     if free < wanted:
         yield ERROR, f"{text}, but the next answer may need {_megabytes(wanted)}; free some space"
+    elif (directory / "state.safetensors").exists():
+        yield OK, f"{text}; the next answer may need {_megabytes(wanted)}"
     else:
-        yield OK, text
+        yield OK, f"{text}; what an answer needs is known after the first one, several times the model's size"
 
 
 def _megabytes(count: int) -> str:
