@@ -413,7 +413,8 @@ class Device:
         Most methods have one variant, `general`. classstats adds `personal`, weighted by the device's own class shares,
         and `own`, the network that the app passed in. Before the first delivery the mapping has only that network, as
         `own` with classstats and as `general` with other methods; a missing name raises ModelError, and `in` and `get`
-        work as in any mapping.
+        work as in any mapping. Until the device has worked on an ask, the mapping needs the server: the run's method
+        decides on the names. `predict` uses that network without the server.
 
         Note:
             The fleet trains `own` only with `own_network = "taught"`.
