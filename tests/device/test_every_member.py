@@ -12,7 +12,7 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,11 @@ class Moment:
     def files(self) -> Sequence[int]:
         """Rounds of which a file was written: it follows the event `delivered`."""
         return self.rounds[:-1] if self.working else self.rounds
+
+    @cached_property
+    def predictor(self) -> Predictor:
+        """What reads the files at this moment: one for all members, because it takes longer to load than they do."""
+        return Predictor(self.device.state_dir)
 
     @property
     def finished(self) -> bool:
@@ -348,12 +353,8 @@ DEVICE: Mapping[str, Callable[[Moment], None]] = {
 # --- Predictor
 
 
-def predictor_of(at: Moment) -> Predictor:
-    return Predictor(at.device.state_dir)
-
-
 def file_predicts(at: Moment) -> None:
-    result = predictor_of(at)
+    result = at.predictor
     if not at.files:
         with pytest.raises(ModelError, match="has no usable model"):
             result.predict(at.inputs)
@@ -365,7 +366,7 @@ def file_predicts(at: Moment) -> None:
 
 def of_file(member: str, expected: Callable[[Moment], Any]) -> Callable[[Moment], None]:
     def check(at: Moment) -> None:
-        result = predictor_of(at)
+        result = at.predictor
         if at.files:
             assert getattr(result, member) == expected(at)
         else:
@@ -377,28 +378,28 @@ def of_file(member: str, expected: Callable[[Moment], Any]) -> Callable[[Moment]
 
 def variant(at: Moment) -> None:
     if at.files:
-        result = predictor_of(at).variant
+        result = at.predictor.variant
         further = [(at.device.state_dir / f"{name}.onnx").exists() for name in ("own", "personal")]
         assert result == ("general" if any(further) else "")
 
 
 def file_model(at: Moment) -> None:
     if at.files:
-        result = predictor_of(at)
+        result = at.predictor
         assert result.model.run == RUN
         np.testing.assert_array_equal(result.model.predict(at.inputs), result.predict(at.inputs))
 
 
 def ready(at: Moment) -> None:
-    assert predictor_of(at).ready is bool(at.files)
+    assert at.predictor.ready is bool(at.files)
 
 
 def refresh(at: Moment) -> None:
-    assert not predictor_of(at).refresh(), "it is the newest file already"
+    assert not at.predictor.refresh(), "it is the newest file already"
 
 
 def error(at: Moment) -> None:
-    assert predictor_of(at).error == ""
+    assert at.predictor.error == ""
 
 
 PREDICTOR: Mapping[str, Callable[[Moment], None]] = {
@@ -612,7 +613,9 @@ class Fleet:
         with MemoryServer(self.settings) as server, contextlib.ExitStack() as closing:
             self.server = server
             first = closing.enter_context(self.open(self.spec, server.link(), on_event=on_event))
-            others = [closing.enter_context(self.open(spec, server.link())) for spec in self.specs[1:]]
+            others = [self.open(spec, server.link(), export="never") for spec in self.specs[1:]]
+            for other in others:
+                closing.enter_context(other)
             self.look("new", first, self.own_logits(), (), online=True)
             server.play(first, *others)
             assert delivered
