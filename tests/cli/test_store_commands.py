@@ -70,7 +70,7 @@ def test_a_long_reason_is_whole_and_an_events_text_is_wrapped(directory: Path) -
     store.history.add_event(RUN, "declined", reason, number=1, device="d1")
     store.close()
     _, said = call("runs", "show", RUN, "--store", str(directory))
-    assert f"reason: {reason}" in said.splitlines()
+    assert f"reason: {reason}; to continue: `fleetdistill runs start {RUN}`" in said.splitlines()
     events = said[said.index("events (1)") :].split()
     assert [word for word in events if word.startswith("word")] == reason.split()
 

@@ -165,18 +165,16 @@ def test_roll_back_restores_previous_model_predictions_and_file(tmp_path: Path) 
             assert device.version == back + 1, "in the next turn"
             device.step(0)
             assert_uses(device, back, logits[back - 1])
-            assert (events[-2].kind, events[-2].round, events[-2].values) == (
-                "rolled-back",
-                10 + back,
-                {"version": back},
-            )
+            last = [event for event in events if event.kind == "rolled-back"][-1]
+            assert (last.round, last.values) == (10 + back, {"version": back})
         with pytest.raises(StateError, match=r"no earlier version of the model; the device keeps 3 \(Deployment"):
             device.roll_back()
         assert sorted(os.listdir(tmp_path / "versions")) == ["3", "deployed.json"]
         assert device.roll_forward() == 3, "the version that the app has returned from is the newest"
         device.step(0)
         assert_uses(device, 3, logits[2])
-        assert (events[-2].kind, events[-2].round, events[-2].values) == ("delivered", 13, {"version": 3})
+        last = [event for event in events if event.kind in ("delivered", "rolled-back")][-1]
+        assert (last.kind, last.round, last.values) == ("delivered", 13, {"version": 3})
     assert sorted(os.listdir(tmp_path / "versions")) == ["1", "deployed.json"]
 
 

@@ -160,7 +160,7 @@ def test_a_failing_run_stops_alone_with_its_reason(service: Service) -> None:
     assert service.runs() == ["b", "c"]
     shown = views.run(service.store, "a", served(service.directory, service.store)).facts
     reason = "the engine cannot run this configuration: [method] beta is -1, must be at least 0"
-    assert (shown["status"], shown["reason"]) == ("stopped", reason)
+    assert (shown["status"], shown["reason"]) == ("stopped", f"{reason}; to continue: `fleetdistill runs start a`")
     assert service.failed == [("a", reason)]
 
 
@@ -378,7 +378,8 @@ def test_runs_are_created_paused_and_resumed_beside_a_server(tmp_path: Path) -> 
         wait_until(lambda: children(running.process.pid, ENGINE) == [], "the engine of a deleted run to end")
         wait_until(lambda: "DeleteRun: done" in "".join(running.said), "the deletion in the log")
         said = "".join(running.said)
-        assert [verb for verb in ("Create", "Change", "Delete") if f": {verb}Run: done" not in said] == []
+        done = [f": {call}: done" for call in ("CreateRun", "ChangeRun start", "ChangeRun pause", "DeleteRun")]
+        assert [line for line in done if line not in said] == []
         assert running.process.poll() is None
 
 

@@ -103,8 +103,8 @@ def test_a_waiting_run_says_how_many_devices_it_needs(devices: int, reason: str)
 @pytest.mark.parametrize(
     ("status", "why", "shown"),
     [
-        (RunStatus.STOPPED, "by the operator", "by the operator; `fleetdistill runs start r` continues it"),
-        (RunStatus.PAUSED, "", "`fleetdistill runs start r` continues it"),
+        (RunStatus.STOPPED, "by the operator", "by the operator; to continue: `fleetdistill runs start r`"),
+        (RunStatus.PAUSED, "", "to continue: `fleetdistill runs start r`"),
         (RunStatus.STOPPED, "use `fleetdistill runs rollback r`", "use `fleetdistill runs rollback r`"),
         (RunStatus.CANCELLED, "by the operator", "by the operator"),
     ],

@@ -226,7 +226,7 @@ def _reason(run: Run) -> str:
     has_more = run.max_rounds is None or run.completed_rounds < run.max_rounds
     if run.status not in (RunStatus.PAUSED, RunStatus.STOPPED) or not has_more or "`fleetdistill " in run.reason:
         return run.reason
-    return "; ".join(filter(None, [run.reason, f"`fleetdistill runs start {run.name}` continues it"]))
+    return "; ".join(filter(None, [run.reason, f"to continue: `fleetdistill runs start {run.name}`"]))
 
 
 def shown_status(run: Run, served: Served) -> str:
