@@ -41,6 +41,7 @@ def test_own_method_with_mu_0_is_fedavg_and_with_another_is_not(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_own_data_are_learned_by_devices_that_lack_a_class(tmp_path: Path) -> None:
     shown = run("own_data", tmp_path, "--rounds", "5")
     result = re.search(r"alone ([\d.]+)%, in the fleet ([\d.]+)%", shown)

@@ -58,6 +58,7 @@ def test_predictions_cannot_be_asked_about_a_row() -> None:
     assert [row["attack"] for row in shown.lists["parts"]] == [None, None]
 
 
+@pytest.mark.long
 def test_class_statistics_are_asked_by_means_and_directions() -> None:
     result = audit(small("classstats"))
     assert result.worst in result.parts["statistics"].values()

@@ -32,6 +32,7 @@ def test_no_order_of_asks_gets_too_much(tmp_path, keys, fleets, asks):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("keys", long_except(["unsigned", "roster"], "unsigned"))
 @pytest.mark.parametrize("epsilon", [5.0, pytest.param(20.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("fleets", "asks"), [(5, 250), pytest.param(25, 250, marks=pytest.mark.long)])

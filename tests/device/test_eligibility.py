@@ -350,6 +350,7 @@ def test_a_run_of_interrupted_devices_is_the_same_to_the_bit(
     assert sum(flip.times for flip in flips) >= 2
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("every_check")
 @pytest.mark.parametrize("kind", ["light", "light and private"])
 def test_interrupted_device_without_pytorch_gives_same_answer(kind: str, tmp_path: Path) -> None:

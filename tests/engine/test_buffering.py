@@ -148,6 +148,7 @@ def test_ask_ends_at_its_deadline_and_at_staleness_limit(settings: dict[str, Any
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "moment", ["engine.asks.after-commit", "engine.answer.after-read", "engine.close.after-commit"]
 )

@@ -19,6 +19,7 @@ def call(out: Path, *words: str) -> Any:
     return CliRunner().invoke(app, ["compare", "--out", str(out), *small, *words])
 
 
+@pytest.mark.long
 def test_comparison_runs_once_and_grows(tmp_path: Path) -> None:
     """The second call repeats nothing, and a method or a seed more adds its runs only."""
     first = call(tmp_path, "--method", "fedavg", "--seeds", "0-1")

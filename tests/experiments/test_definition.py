@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.long import long_except
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_lab.experiments.definition import (
@@ -204,7 +205,7 @@ def test_unknown_names_list_the_known_ones(tmp_path: Path) -> None:
         read_experiment(find_experiment(str(tmp_path / "no.toml")))
 
 
-@pytest.mark.parametrize("scale", ["paper", "small"])
+@pytest.mark.parametrize("scale", long_except(["paper", "small"], "small"))
 @pytest.mark.parametrize("name", packaged())
 def test_experiment_of_the_package_is_valid(name: str, scale: str) -> None:
     experiment = read_experiment(find_experiment(name), scale)

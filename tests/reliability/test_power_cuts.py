@@ -242,6 +242,7 @@ def disks(tmp_path_factory: pytest.TempPathFactory) -> Disks:
     return Disks({end: record(end, tmp_path_factory.mktemp(end) / "disk") for end in CASES})
 
 
+@pytest.mark.long
 @each_end
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

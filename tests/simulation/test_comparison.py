@@ -272,6 +272,7 @@ def test_the_fleet_expects_what_its_devices_do_by_rows(exchanged: FleetReport) -
     assert all(device.own_statistics_kept in (True, False) for device in exchanged.devices)
 
 
+@pytest.mark.long
 def test_the_summary_says_how_long_devices_local_only(exchanged: FleetReport) -> None:
     assert "than devices that train alone for 2 rounds" in summary_line(exchanged)
 

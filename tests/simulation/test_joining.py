@@ -199,6 +199,7 @@ def test_fired_guard_is_counted_once_and_other_events_are_not() -> None:
 # --- declining
 
 
+@pytest.mark.long
 def test_device_that_lost_its_teacher_declines_and_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_private_fleet_learns_and_says_what_its_epsilon_means(tmp_path, link):
         assert store.history.figures("simulation", "replaced", "validation") == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keys", long_except(["certificates", "roster"], "roster"))
 @pytest.mark.parametrize("method", long_except(SUMMING, "classstats_secure"))
 @pytest.mark.parametrize("link", ["memory", pytest.param("grpc", marks=[pytest.mark.slow, pytest.mark.long])])

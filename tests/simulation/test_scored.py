@@ -55,10 +55,10 @@ def trained_in(out: Path) -> dict[str, set[int]]:
     ("score", "every", "devices", "whole"),
     [
         ("devices", None, EACH, EACH),
-        ("devices", 3, {3, 5}, EACH),
-        ("sampled", None, EACH, EACH),
+        pytest.param("devices", 3, {3, 5}, EACH, marks=pytest.mark.long),
+        pytest.param("sampled", None, EACH, EACH, marks=pytest.mark.long),
         ("sampled", 2, {2, 4, 5}, EACH),
-        ("sampled", 9, {5}, EACH),
+        pytest.param("sampled", 9, {5}, EACH, marks=pytest.mark.long),
         ("global", None, set(), EACH),
         ("global", 2, set(), {2, 4, 5}),
         ("none", None, set(), set()),

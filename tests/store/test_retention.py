@@ -27,6 +27,7 @@ from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 
+@pytest.mark.long
 def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path) -> None:
     fleet = Simulation(
         method="feddkc", rounds=4, devices=2, seed=1, durable=True, with_alone=False, with_fedavg=False, out=tmp_path

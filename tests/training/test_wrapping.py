@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.long import long_except
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
@@ -60,7 +61,9 @@ CASES: dict[str, tuple[Any, str, Tensor]] = {
     "resnet18 at a node": (residual, "layer2.0.relu_1", IMAGES),
     "mobilenet_v3_small": (mobile, "features.3", IMAGES),
 }
-every_case = pytest.mark.parametrize("case", CASES)
+every_case = pytest.mark.parametrize(
+    "case", long_except(CASES, *(case for case in CASES if case != "mobilenet_v3_small"))
+)
 
 
 @every_case

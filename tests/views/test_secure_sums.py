@@ -39,6 +39,7 @@ def store(directory: Path) -> Iterator[Store]:
     one.close()
 
 
+@pytest.mark.long
 def test_a_run_shows_who_dropped_out_of_its_sums(store: Store) -> None:
     failed, made = views.run(store, RUN).lists["secure_sums"]
     steps = ("round", "sum", "asked", "keys", "boxes", "inputs", "signatures", "shares")

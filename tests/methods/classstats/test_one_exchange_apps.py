@@ -92,6 +92,7 @@ def onnx_logits(file: Path, inputs: Array) -> Array:
     return np.asarray(onnxruntime.InferenceSession(str(file)).run(["logits"], {"input": inputs})[0])
 
 
+@pytest.mark.long
 def test_app_has_own_network_and_both_answers_as_whole_files(tmp_path: Path) -> None:
     store, events = Store.in_memory(), list[Event]()
     unseen = images_of([4, 4, 4, 4], 9).inputs

@@ -151,6 +151,7 @@ def test_the_order_of_the_devices_does_not_matter(order, seed):
     assert second.covariance == pytest.approx(first.covariance)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_noise_has_the_wanted_size(exact):
     """One device's releases, pooled over their entries; seeds are fixed, so the tolerance is not a matter of luck."""

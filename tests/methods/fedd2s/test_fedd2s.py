@@ -176,6 +176,7 @@ def test_d2s_9_parameters_and_sizes_of_the_models(
         assert parameter_count(built) == 23_146
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layer", "mode", "up", "down"),
     [(6, "head", 6_588_800, 32_000), (3, "head", 8_195_200, 100_456), (3, "feature_grad", 8_195_200, 1_638_400)],

@@ -94,6 +94,7 @@ class TestReportFigure:
         assert 2284 < height <= MAX_HEIGHT
         assert 1300 < width <= 1800
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("panels", "millimetres"), [(["rounds"], 84), (["gains", "gains"], 84), (["data", "gains"], 174), (PANELS, 174)]
     )

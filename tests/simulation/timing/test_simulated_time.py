@@ -158,7 +158,13 @@ SUMMING = [method for method in METHODS if config_class(method).sums_securely]
 
 
 @pytest.mark.parametrize("method", long_except(SUMMING, "classstats_secure"))
-@pytest.mark.parametrize(("answered", "step"), list(enumerate([KEYS, SHARES, INPUT, UNMASK])))
+@pytest.mark.parametrize(
+    ("answered", "step"),
+    [
+        (0, KEYS),
+        *(pytest.param(number, step, marks=pytest.mark.long) for number, step in enumerate([SHARES, INPUT, UNMASK], 1)),
+    ],
+)
 def test_a_device_vanishes_by_its_trace(tmp_path: Path, method: str, answered: int, step: str) -> None:
     """Each ask takes 10 s: a device that is there for 10 k + 5 s answers k of them."""
     settings: dict[str, Any] = {"epsilon": 20.0} if method == "classstats_secure" else {}
