@@ -110,6 +110,7 @@ UNKNOWN: dict[str, Callable[[OperatorClient], object]] = {
     "stop": lambda there: there.change("nothing", RunStatus.STOPPED),
     "cancel": lambda there: there.change("nothing", RunStatus.CANCELLED),
     "roll back": lambda there: there.roll_back("nothing", 1),
+    "forget": lambda there: there.forget("nothing", "camera-7"),
     "clone": lambda there: there.create(NewRun(settings={"run": {"name": "copy"}}, clone_of="nothing")),
 }
 
@@ -123,6 +124,24 @@ def test_a_run_that_does_not_exist_has_a_code_of_its_own(place: Place, call: str
     ):
         UNKNOWN[call](there)
     assert refused.value.code == "unknown-run"
+
+
+def test_a_device_is_forgotten_from_another_machine(place: Place) -> None:
+    """The front requests it, and whoever works on the run does it."""
+    store, there = place.store, place.as_("operator-olga")
+    store.devices.register(RUN, "camera-7", b"", b"")
+    said = run("devices", "forget", RUN, "camera-7", *there)
+    assert (
+        "camera-7 no longer takes part in run 'digits'; its data in the method's state and its payloads are deleted "
+        in said
+    )
+    assert store.devices.to_forget(RUN) == ["camera-7"]
+    store.devices.mark_forgotten(RUN, "camera-7")
+    assert "its payloads are deleted. " in run("devices", "forget", RUN, "camera-7", *there)
+    said = run("devices", "forget", RUN, "camera-8", *there, code=1)
+    assert "run 'digits' has no device 'camera-8'; list its devices with `fleetdistill devices`" in said
+    result = [(row["call"], row["result"].partition(":")[0]) for row in reversed(place.calls())]
+    assert result == [("ForgetDevice", "done"), ("ForgetDevice", "nothing to change"), ("ForgetDevice", "refused")]
 
 
 def test_commands_beside_store_are_stored_with_local_user(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,6 +209,7 @@ REQUESTS: dict[str, Callable[[World, service_pb2.Identity], Any]] = {
     f"{_operations}/RevokeDevice": lambda world, one: operations_pb2.RevokeDeviceRequest(device="nobody-yet"),
     f"{_operations}/CreateRun": lambda world, one: operations_pb2.CreateRunRequest(run_toml=as_toml(TO_CREATE)),
     f"{_operations}/ChangeRun": lambda world, one: operations_pb2.ChangeRunRequest(run=TO_CANCEL, status="cancelled"),
+    f"{_operations}/ForgetDevice": lambda world, one: operations_pb2.ForgetDeviceRequest(run="nobody-made-it"),
     f"{_operations}/RollBackRun": lambda world, one: operations_pb2.RollBackRunRequest(run="nobody-made-it"),
     f"{_operations}/DeleteRun": lambda world, one: operations_pb2.DeleteRunRequest(run="nobody-made-it"),
     f"{_operations}/CreateTokens": lambda world, one: operations_pb2.CreateTokensRequest(count=1, expires_seconds=60),
@@ -223,7 +224,11 @@ REQUESTS: dict[str, Callable[[World, service_pb2.Identity], Any]] = {
     ),
 }
 """How each method is asked so that its rightful caller is served."""
-AUTHORISED = {f"{_operations}/ExportModel": "bad-message", f"{_operations}/RollBackRun": "unknown-run"}
+AUTHORISED = {
+    f"{_operations}/ExportModel": "bad-message",
+    f"{_operations}/RollBackRun": "unknown-run",
+    f"{_operations}/ForgetDevice": "unknown-run",
+}
 """What a rightful caller is told instead: an export takes a model and many seconds, see `test_copies`; and a rollback a
 checkpoint, see `test_changes_from_elsewhere`."""
 

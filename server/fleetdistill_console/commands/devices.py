@@ -17,11 +17,8 @@ from fleetdistill_server.cli.options import (
     report_errors,
 )
 from fleetdistill_server.cli.pki import warn_without_server
-from fleetdistill_server.intake.operator_log import local_call, local_log
 from fleetdistill_server.operations.client import connect, open_source
 from fleetdistill_server.operations.source import LocalStore, open_store
-from fleetdistill_server.service.serve_lock import is_served
-from fleetdistill_server.store.operator_calls import Outcome
 
 devices_app = typer.Typer(invoke_without_command=True)
 
@@ -71,24 +68,20 @@ def devices_forget(
     run: RunArgument,
     device: Annotated[str, typer.Argument(help="Id of the device.")],
     store: StoreOption = DEFAULT_STORE,
+    server: ServerOption = None,
+    identity: IdentityOption = None,
 ) -> None:
     """Deletes a device's contributions to a run. Example: fleetdistill devices forget digits camera-7
-
-    Run it on the engine's machine: it has no --server, because of a run that is over it changes the method's state
-    itself. To shut a device out from elsewhere at once, use `fleetdistill devices revoke DEVICE --server HOST:PORT`.
 
     In a run with secure sums (not yet reviewed by a cryptographer), the whole sum that contains the device is deleted,
     with the other devices' parts of it.
     """
-    from fleetdistill_server.engine.forgetting import ask_to_forget
-
-    opened = open_store(store)
-    done = local_log(opened).around(
-        local_call("ForgetDevice", {"run": run, "device": device}),
-        lambda: ask_to_forget(opened, run, device, served=is_served(store, run)),
-        lambda done: Outcome(),
+    with open_source(store, server, identity) as source:
+        done = source.forget(run, device)
+    later = (
+        "are deleted before the run's next round; if no engine works on the run, by a server within seconds, or "
+        "without a server if this command is repeated"
     )
-    later = "are deleted before the run's next round; if the run has ended, repeat this command"
     when = "are deleted" if done else later
     typer.echo(
         f"{device} no longer takes part in run {run!r}; its data in the method's state and its payloads {when}. "

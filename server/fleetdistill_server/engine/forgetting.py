@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from fleetdistill.errors import ConfigurationError, FleetDistillError
+from fleetdistill.errors import FleetDistillError
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state import failpoints
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill_server.event_kinds import GUARD
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.service.processes import end_with_parent
+from fleetdistill_server.service.run_changes import request_forgetting
 from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.retention import WAIT_SECONDS, drop_unneeded, sweep_all
 from fleetdistill_server.store.states import ACTIVE
@@ -146,10 +147,7 @@ def ask_to_forget(store: Store, run: str, device: str, *, served: bool) -> bool:
     Raises:
         ConfigurationError: The store has no such run, or the run has no such device.
     """
-    store.runs.existing(run)
-    if not store.devices.ask_to_forget(run, device):
-        raise ConfigurationError(f"run {run!r} has no device {device!r}; list its devices with `fleetdistill devices`")
-    if device not in store.devices.to_forget(run):
+    if request_forgetting(store, run, device):
         return True
     # Read after the request: an engine does not end a run while requests are pending.
     known_run = store.runs.existing(run)

@@ -133,6 +133,14 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         call = call_of(context, "RevokeDevice", request)
         return await in_pool(self._pool, context, partial(self._revoke, request, call))
 
+    async def ForgetDevice(
+        self, request: operations_pb2.ForgetDeviceRequest, context: Any
+    ) -> operations_pb2.ForgetDeviceResponse:
+        call = call_of(context, "ForgetDevice", request)
+        forget = partial(operator_jobs.forget, run=request.run, device=request.device)
+        work = partial(self._log.commit, call, forget, lambda done: Outcome(not done))
+        return operations_pb2.ForgetDeviceResponse(forgotten=await in_pool(self._pool, context, work))
+
     async def CreateTokens(
         self, request: operations_pb2.CreateTokensRequest, context: Any
     ) -> operations_pb2.CreateTokensResponse:

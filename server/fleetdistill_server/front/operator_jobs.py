@@ -75,6 +75,13 @@ def change(store: Store, request: operations_pb2.ChangeRunRequest, who: str) -> 
         return run_changes.change(store, run, request.status, who)
 
 
+def forget(store: Store, run: str, device: str) -> bool:
+    """Requests that a device's contributions to a run be deleted; returns whether they had been before."""
+    _check_known(store, run)
+    with _refusals():
+        return run_changes.request_forgetting(store, run, device)
+
+
 def delete(directory: Path, run: str) -> Pruned | None:
     """Deletes a run with everything that belongs to it; returns None if there was none of this name."""
     with _refusals(), contextlib.closing(Store.open(directory)) as store:

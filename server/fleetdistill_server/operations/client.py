@@ -95,6 +95,10 @@ class OperatorClient(Source):
         reply = self._call("RevokeDevice", operations_pb2.RevokeDeviceRequest(device=device, reason=reason))
         return Revoked(reply.changed, reply.known)
 
+    def forget(self, run: str, device: str) -> bool:
+        """Deletes a device's contributions to a run; returns whether that is done. If not, the server does it soon."""
+        return bool(self._call("ForgetDevice", operations_pb2.ForgetDeviceRequest(run=run, device=device)).forgotten)
+
     def revoke_person(self, role: str, name: str, reason: str, *, own: bool = False) -> Revoked:
         """Revokes an operator or viewer permanently."""
         request = operations_pb2.RevokePersonRequest(role=role, name=name, reason=reason, own=own)

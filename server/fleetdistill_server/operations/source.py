@@ -17,6 +17,7 @@ from fleetdistill_server.security.revocation import Revoked, revoke_device, revo
 from fleetdistill_server.security.tokens import create_tokens, enrol_port_for_tokens
 from fleetdistill_server.service.creation import NewRun, create_checked
 from fleetdistill_server.service.run_changes import RunState, change, delete, roll_back
+from fleetdistill_server.service.serve_lock import is_served
 from fleetdistill_server.store.backup import BackedUp, backup
 from fleetdistill_server.store.location import SQLITE, has_store
 from fleetdistill_server.store.operator_calls import LOCAL, Outcome
@@ -76,6 +77,14 @@ class Source(ABC):
     @abstractmethod
     def revoke(self, device: str, reason: str) -> Revoked:
         """Revokes a device permanently."""
+
+    @abstractmethod
+    def forget(self, run: str, device: str) -> bool:
+        """Deletes a device's contributions to a run; returns whether that is done. If not, a server does it soon.
+
+        Raises:
+            ConfigurationError: There is no such run or device (of a server: RefusedError).
+        """
 
     @abstractmethod
     def export(self, run: str, out: Path) -> Exported:
@@ -308,6 +317,17 @@ class LocalStore(Source):
         call = local_call("RevokeDevice", {"device": device, "reason": reason})
         return self._log.commit(
             call, lambda store: revoke_device(store, device, reason), lambda revoked: Outcome(revoked.changed)
+        )
+
+    def forget(self, run: str, device: str) -> bool:
+        """Deletes a device's contributions to a run. Returns False if an engine does it, before the next round."""
+        from fleetdistill_server.engine.forgetting import ask_to_forget  # imports torch; rarely needed
+
+        call = local_call("ForgetDevice", {"run": run, "device": device})
+        return self._log.around(
+            call,
+            lambda: ask_to_forget(self._store, run, device, served=is_served(self._directory, run)),
+            lambda done: Outcome(),
         )
 
     def revoke_person(self, role: str, name: str, reason: str, *, own: bool = False) -> Revoked:

@@ -54,6 +54,7 @@ CALLS: dict[str, Access] = {
     f"{_OPERATIONS}Read": Access(_PEOPLE, "read the figures of runs", is_long_lived=True),
     f"{_OPERATIONS}WatchRun": Access(_PEOPLE, "watch a run", is_long_lived=True),
     f"{_OPERATIONS}RevokeDevice": Access(_OPERATORS, "revoke a device"),
+    f"{_OPERATIONS}ForgetDevice": Access(_OPERATORS, "forget a device"),
     f"{_OPERATIONS}CreateRun": Access(_OPERATORS, "create a run"),
     f"{_OPERATIONS}ChangeRun": Access(_OPERATORS, "change a run"),
     f"{_OPERATIONS}DeleteRun": Access(_OPERATORS, "delete a run"),
@@ -71,7 +72,6 @@ CALLS: dict[str, Access] = {
 }
 """Every gRPC method. `Read` is limited like the long-lived ones: a caller that does not read occupies memory."""
 _LOCAL_CALLS = {
-    "ForgetDevice": "forget a device",
     "ForgetOldCa": "forget the old CA",
     "PruneRun": "prune a run",
     "RevokeTokens": "revoke enrolment tokens",

@@ -121,6 +121,23 @@ def change(store: Store, run: str, wanted: str, who: str = _SOMEBODY) -> RunStat
         return RunState.of(store, run)
 
 
+def request_forgetting(store: Store, run: str, device: str) -> bool:
+    """Excludes a device from a run permanently, and requests that its contributions be deleted.
+
+    An engine does it before the next round of its run, and the supervisor's process in a run without an engine.
+
+    Returns:
+        Whether they had been deleted before.
+
+    Raises:
+        ConfigurationError: The store has no such run, or the run has no such device.
+    """
+    store.runs.existing(run)
+    if not store.devices.ask_to_forget(run, device):
+        raise ConfigurationError(f"run {run!r} has no device {device!r}; list its devices with `fleetdistill devices`")
+    return device not in store.devices.to_forget(run)
+
+
 def clone_settings(store: Store, run: str, new: str, changes: Sequence[str]) -> dict[str, Any]:
     """Returns a run's settings, not checked again, under another name and with changed settings.
 

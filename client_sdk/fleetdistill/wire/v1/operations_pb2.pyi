@@ -374,6 +374,54 @@ class RevokeDeviceResponse(_message.Message):
 Global___RevokeDeviceResponse: _TypeAlias = RevokeDeviceResponse  # noqa: Y015
 
 @_typing.final
+class ForgetDeviceRequest(_message.Message):
+    """Deletes what a device has contributed to a run; the device takes no further part in it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Name of the run."""
+    device: _builtins.str
+    """Device id."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        device: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetDeviceRequest: _TypeAlias = ForgetDeviceRequest  # noqa: Y015
+
+@_typing.final
+class ForgetDeviceResponse(_message.Message):
+    """The server deletes before the run's next round, or within seconds if no engine works on the run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
+    forgotten: _builtins.bool
+    """Whether everything had been deleted before this call."""
+    def __init__(
+        self,
+        *,
+        forgotten: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetDeviceResponse: _TypeAlias = ForgetDeviceResponse  # noqa: Y015
+
+@_typing.final
 class RunState(_message.Message):
     """A run after a call that has changed it."""
 

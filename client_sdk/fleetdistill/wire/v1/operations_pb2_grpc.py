@@ -55,6 +55,11 @@ class OperationsServiceStub(object):
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokeDeviceRequest.SerializeToString,
                 response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokeDeviceResponse.FromString,
                 _registered_method=True)
+        self.ForgetDevice = channel.unary_unary(
+                '/fleetdistill.wire.v1.OperationsService/ForgetDevice',
+                request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ForgetDeviceRequest.SerializeToString,
+                response_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ForgetDeviceResponse.FromString,
+                _registered_method=True)
         self.CreateRun = channel.unary_unary(
                 '/fleetdistill.wire.v1.OperationsService/CreateRun',
                 request_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.CreateRunRequest.SerializeToString,
@@ -124,6 +129,13 @@ class OperationsServiceServicer(object):
 
     def RevokeDevice(self, request, context):
         """Revokes a device.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetDevice(self, request, context):
+        """Deletes a device's contributions to a run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -207,6 +219,11 @@ def add_OperationsServiceServicer_to_server(servicer, server):
                     servicer.RevokeDevice,
                     request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokeDeviceRequest.FromString,
                     response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokeDeviceResponse.SerializeToString,
+            ),
+            'ForgetDevice': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetDevice,
+                    request_deserializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ForgetDeviceRequest.FromString,
+                    response_serializer=fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ForgetDeviceResponse.SerializeToString,
             ),
             'CreateRun': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateRun,
@@ -358,6 +375,33 @@ class OperationsService(object):
             '/fleetdistill.wire.v1.OperationsService/RevokeDevice',
             fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokeDeviceRequest.SerializeToString,
             fleetdistill_dot_wire_dot_v1_dot_operations__pb2.RevokeDeviceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetDevice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleetdistill.wire.v1.OperationsService/ForgetDevice',
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ForgetDeviceRequest.SerializeToString,
+            fleetdistill_dot_wire_dot_v1_dot_operations__pb2.ForgetDeviceResponse.FromString,
             options,
             channel_credentials,
             insecure,

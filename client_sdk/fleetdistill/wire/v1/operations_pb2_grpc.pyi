@@ -41,6 +41,8 @@ class OperationsServiceStub:
     """Streams the changes of a run until it is over or the caller disconnects."""
     RevokeDevice: _grpc.UnaryUnaryMultiCallable[_operations_pb2.RevokeDeviceRequest, _operations_pb2.RevokeDeviceResponse]
     """Revokes a device."""
+    ForgetDevice: _grpc.UnaryUnaryMultiCallable[_operations_pb2.ForgetDeviceRequest, _operations_pb2.ForgetDeviceResponse]
+    """Deletes a device's contributions to a run."""
     CreateRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.CreateRunRequest, _operations_pb2.CreateRunResponse]
     """Creates a run, from settings or as a clone of another run."""
     ChangeRun: _grpc.UnaryUnaryMultiCallable[_operations_pb2.ChangeRunRequest, _operations_pb2.ChangeRunResponse]
@@ -71,6 +73,8 @@ class OperationsServiceAsyncStub(OperationsServiceStub):
     """Streams the changes of a run until it is over or the caller disconnects."""
     RevokeDevice: _aio.UnaryUnaryMultiCallable[_operations_pb2.RevokeDeviceRequest, _operations_pb2.RevokeDeviceResponse]  # type: ignore[assignment]
     """Revokes a device."""
+    ForgetDevice: _aio.UnaryUnaryMultiCallable[_operations_pb2.ForgetDeviceRequest, _operations_pb2.ForgetDeviceResponse]  # type: ignore[assignment]
+    """Deletes a device's contributions to a run."""
     CreateRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.CreateRunRequest, _operations_pb2.CreateRunResponse]  # type: ignore[assignment]
     """Creates a run, from settings or as a clone of another run."""
     ChangeRun: _aio.UnaryUnaryMultiCallable[_operations_pb2.ChangeRunRequest, _operations_pb2.ChangeRunResponse]  # type: ignore[assignment]
@@ -122,6 +126,14 @@ class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operations_pb2.RevokeDeviceResponse, _abc.Awaitable[_operations_pb2.RevokeDeviceResponse]]:
         """Revokes a device."""
+
+    @_abc_1.abstractmethod
+    def ForgetDevice(
+        self,
+        request: _operations_pb2.ForgetDeviceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.ForgetDeviceResponse, _abc.Awaitable[_operations_pb2.ForgetDeviceResponse]]:
+        """Deletes a device's contributions to a run."""
 
     @_abc_1.abstractmethod
     def CreateRun(
