@@ -285,6 +285,7 @@ class Device:
         Raises:
             ConfigurationError: `wait_seconds` is outside its range.
             LinkError: The server is unavailable or temporarily refuses requests, or the disk is full. Retry later.
+            NoRoomError: The disk has no room for the device's first state. Retry later.
             DeviceBusyError: Another call works on the device.
             DeviceClosedError: The device was closed.
             RefusedError: The server refuses this device permanently.
