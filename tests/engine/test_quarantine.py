@@ -244,20 +244,25 @@ def test_a_damaged_checkpoint_ends_the_engine_with_a_sentence(fleet: Fleet) -> N
     with pytest.raises(DamagedError, match=f"checkpoint {checkpoint.hex()} is damaged: its SHA-256 does not match"):
         fleet.run()
     path.unlink()
-    without = f"checkpoint {checkpoint.hex()} is not in the store; no earlier checkpoint is kept, so restore a backup"
-    with pytest.raises(DamagedError, match=without):
+    without = "is not in the store; no intact earlier checkpoint is kept, so restore a backup"
+    with pytest.raises(DamagedError, match=f"checkpoint {checkpoint.hex()} {without}"):
         fleet.run()
 
 
 def test_the_reason_of_a_lost_checkpoint_names_the_way_back(fleet: Fleet) -> None:
     answered_round(fleet)
-    for content in (b"one", b"two"):
+    for content in (b"the first", b"the second"):
         number = fleet.store.runs.open_number(RUN) or fleet.store.runs.start_round(RUN, [])
         fleet.store.runs.close_round(RUN, number, fleet.store.blobs.put_state(content), [], {})
     checkpoint = fleet.store.runs.existing(RUN).checkpoint
     (fleet.directory / "blobs" / checkpoint.hex()[:2] / f"{checkpoint.hex()}.safetensors").unlink()
     stop, back = f"`fleetdistill runs stop {RUN}`", f"`fleetdistill runs rollback {RUN} --to {number - 1}`"
     way_back = f"{stop}, then {back} returns to the newest one before it"
+    with pytest.raises(DamagedError, match=f"checkpoint {checkpoint.hex()} is not in the store; {way_back}"):
+        Fleet(fleet.directory).run()
+    before, first = reversed(fleet.store.runs.checkpoints(RUN)[:-1])
+    flip_a_bit(fleet.directory / "blobs" / before.sha256.hex()[:2] / f"{before.sha256.hex()}.safetensors")
+    way_back = way_back.replace(f"--to {before.round}", f"--to {first.round}")
     with pytest.raises(DamagedError, match=f"checkpoint {checkpoint.hex()} is not in the store; {way_back}"):
         Fleet(fleet.directory).run()
 

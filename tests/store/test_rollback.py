@@ -228,7 +228,7 @@ def test_unreadable_checkpoint_leaves_run_unchanged(played: tuple[Prepared, Path
     store = Store.open(played[1])
     before = row_of(store)
     store.blobs.drop(store.runs.checkpoints(RUN)[1].sha256)
-    with pytest.raises(DamagedError):
+    with pytest.raises(DamagedError, match=rf"is not in the store; .*rollback {RUN} --to 2. returns to the newest"):
         roll_back(store, RUN, 1)
     assert row_of(store) == before
     store.close()

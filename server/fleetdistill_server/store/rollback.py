@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, DamagedError
 from fleetdistill.state import failpoints
 from fleetdistill_server.store.retention import drop_unneeded
 from fleetdistill_server.store.store import Store
@@ -49,7 +49,10 @@ def roll_back(store: Store, run: str, to: int, who: str = "an operator") -> Roll
             f"--to is {to}, but run {run!r} has no checkpoint of round {to}; available rounds: {has}. They are "
             "numbered as in `runs show`, where short rounds count too; [server] keep_checkpoints sets how many are kept"
         )
-    store.blobs.get_state(kept[to].sha256)
+    try:
+        store.blobs.get_state(kept[to].sha256)
+    except DamagedError as damage:
+        raise DamagedError(damage.sha256, f"{damage}; {way_back(store, run, damage.sha256)}") from damage
     failpoints.hit("rollback.before-commit")
     spent = store.runs.roll_back(run, to, who)
     failpoints.hit("rollback.after-commit")
@@ -69,9 +72,18 @@ def way_back(store: Store, run: str, lost: bytes) -> str:
     left = [
         checkpoint
         for checkpoint in store.runs.checkpoints(run)
-        if checkpoint.sha256 != lost and store.blobs.has(checkpoint.sha256)
+        if checkpoint.sha256 != lost and _is_intact(store, checkpoint.sha256)
     ]
     if not left:
-        return "no earlier checkpoint is kept, so restore a backup"
+        return "no intact earlier checkpoint is kept, so restore a backup"
     stop, back = f"`fleetdistill runs stop {run}`", f"`fleetdistill runs rollback {run} --to {left[-1].round}`"
     return f"{stop}, then {back} returns to the newest one before it"
+
+
+def _is_intact(store: Store, checkpoint: bytes) -> bool:
+    """Returns whether a checkpoint can be read."""
+    try:
+        store.blobs.get_state(checkpoint)
+    except DamagedError:
+        return False
+    return True
