@@ -182,11 +182,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a proxy set that is not there": (
         {"proxy_data": "none.npz", "proxy_name": "p", "proxy_licence": "MIT"},
-        "[proxy] data: 'none.npz' needs arrays inputs and labels: No such file or directory (none.npz)",
+        "[proxy] data: 'none.npz' does not exist",
     ),
     "evaluation data that are not there": (
         {"evaluation_data": "none.npz"},
-        "[evaluation] data: 'none.npz' needs arrays inputs and labels: No such file or directory (none.npz)",
+        "[evaluation] data: 'none.npz' does not exist",
     ),
     "a torch device that is not there": ({"server_torch_device": "cuda:99"}, "[server] torch_device: 'cuda:99' cannot"),
     "an address of somebody else": ({"server_listen": "192.0.2.1:0"}, "[server] listen is '192.0.2.1:0', which is"),

@@ -110,7 +110,7 @@ def test_a_proxy_set_that_does_not_fit_the_run_is_refused(tmp_path: Path, change
 
 
 def test_a_missing_or_damaged_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"\[proxy\] data: .*needs arrays inputs and labels"):
+    with pytest.raises(ConfigurationError, match=r"\[proxy\] data: .*none\.npz' does not exist"):
         register_proxy(config(tmp_path / "none.npz"))
     (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 no zip")
     with pytest.raises(ConfigurationError, match=r"not an \.npz file; expected one with the arrays inputs and labels"):

@@ -28,6 +28,8 @@ def read_labelled(file: str) -> tuple[NDArray[Any], NDArray[Any]]:
             _check(file, opened)
             with np.load(opened) as arrays:
                 return arrays["inputs"], arrays["labels"]
+    except FileNotFoundError as error:
+        raise DataError(f"{file!r} does not exist") from error
     except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{file!r} needs arrays inputs and labels: {in_words(error)}") from error
 
