@@ -242,4 +242,6 @@ def _check_options(factory: Callable[..., Any], name: str, options: Mapping[str,
     try:
         signature.bind(**options)
     except TypeError as error:
-        raise ConfigurationError(f"{name} does not take these options: {error}; it accepts {signature}") from error
+        raise ConfigurationError(
+            f"{name} is called with {', '.join(options)}, but accepts {signature}: {error}"
+        ) from error

@@ -161,7 +161,7 @@ def test_unusable_simulation_settings_are_refused_before_begin(tmp_path: Path) -
         },
         r"\[model\] extractor: shape \(6,\) must be channels, height, width": {"extractor": ""},
         r"\[model\] server: .*'own_model' has no function 'absent'": {"server_model": "own_model:absent"},
-        r"'own_model:server_model' does not take these options": {"extractor": "own_model:server_model"},
+        r"'own_model:server_model' is called with input_shape, but": {"extractor": "own_model:server_model"},
         r"shape \(6,\) must be channels, height, width": {"models": ("digits_linear",)},
         r"image_size is 4, but samples of own-data have shape \[6\]": {"image_size": 4},
     }
