@@ -151,11 +151,13 @@ class PayloadTooLargeError(WireError):
         limit_bytes: Maximum size, in bytes.
     """
 
-    def __init__(self, size_bytes: int, limit_bytes: int) -> None:
-        super().__init__(
-            f"the payload is {size_bytes} bytes, the limit is {limit_bytes} bytes; "
-            "send fewer samples per round, use half precision, or raise the limit"
-        )
+    def __init__(
+        self,
+        size_bytes: int,
+        limit_bytes: int,
+        remedy: str = "send fewer samples per round, use half precision, or raise the limit",
+    ) -> None:
+        super().__init__(f"the payload is {size_bytes} bytes, the limit is {limit_bytes} bytes; {remedy}")
         self.size_bytes = size_bytes
         self.limit_bytes = limit_bytes
 

@@ -10,7 +10,7 @@ import pytest
 from support.open_device import open_device
 from support.private_fleet import CLASSES, PrivateFleet, RecordingLink, received
 
-from fleetdistill import Device, Step
+from fleetdistill import Budgets, Device, Step
 from fleetdistill.compute import light_worker
 from fleetdistill.data import Augmented
 from fleetdistill.errors import DataError
@@ -115,3 +115,23 @@ def test_a_private_device_does_not_say_that_its_samples_are_gone(tmp_path: Path)
         answer(device, fleet)
     assert [message.reason for call, message in link.sent if call == "decline"] == ["this device cannot answer"]
     assert any("no samples" in event.text for event in events if event.kind == "dropped")
+
+
+def test_an_extractor_above_the_limit_declines_the_ask(tmp_path: Path) -> None:
+    """As an answer that is too large: the device continues, and its app is told which limit to raise."""
+    events = EventLog()
+    with (
+        MemoryServer(SETTINGS) as server,
+        open_device(
+            server=server.link(),
+            worker=light_worker(pairs()),
+            state_dir=tmp_path,
+            device_id="d",
+            budgets=Budgets(spool_bytes=1000),
+            on_event=events.append,
+            clock=ManualClock(),
+        ) as device,
+    ):
+        assert Step.DECLINED in [device.step(0) for _ in range(2)]
+    told = next(event.text for event in events if event.kind == "dropped")
+    assert "the limit is 1000 bytes; raise Budgets(spool_bytes=...)" in told

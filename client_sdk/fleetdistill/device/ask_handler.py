@@ -21,6 +21,7 @@ from fleetdistill.errors import (
     FleetDistillError,
     KnowledgeError,
     NoRoomError,
+    PayloadTooLargeError,
     RefusedError,
     WireError,
     WorkInterrupted,
@@ -184,7 +185,7 @@ class AskHandler:
         with self._sender.heartbeats(terms):
             try:
                 compute = self._check_in.compute_for_ask(terms.contract)
-            except CannotAnswer as reason:  # no samples now, or a sample that cannot be used
+            except (CannotAnswer, PayloadTooLargeError) as reason:  # no usable samples now, or no room for the weights
                 return self._decline(ask, reason, terms)
             try:
                 with self._parts.spans.span("download"):

@@ -196,7 +196,7 @@ class _Part:
 
     def _check(self, header: knowledge_pb2.PayloadHeader) -> None:
         if header.data_bytes > self._max_bytes:
-            raise PayloadTooLargeError(header.data_bytes, self._max_bytes)
+            raise PayloadTooLargeError(header.data_bytes, self._max_bytes, "raise Budgets(spool_bytes=...)")
         if wire.data_bytes(header.parts) != header.data_bytes:
             tensors = wire.data_bytes(header.parts)
             self.reject(f"a download of {header.data_bytes} bytes declares tensors of {tensors} bytes")
