@@ -102,6 +102,23 @@ def test_settings_of_a_method_precede_those_of_all(tmp_path: Path) -> None:
     assert {cell.simulation.rounds for cell in cells if cell.label == "FedAvg"} == {4, None}
 
 
+def test_a_seed_that_occurs_twice_in_a_list_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"seeds is \[3, 3\]; each seed must occur once"):
+        read_experiment(write(tmp_path, TEXT.replace('seeds = "0-1"', "seeds = [3, 3]")), "")
+
+
+def test_methods_of_own_modules_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "import fleetdistill.methods as device, fleetdistill_server.methods as server\n"
+    module += "device.register('own_of_experiments', device.config_class('fedavg'), device.device_class('fedavg'))\n"
+    module += "server.register('own_of_experiments', server.server_class('fedavg'))\n"
+    (tmp_path / "experiments_own.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    text = TEXT.replace("devices = 3", 'devices = 3\nmodules = ["experiments_own"]')
+    text = text.replace("[methods.fedprox]\nsettings = { mu = 0.5 }", "[methods.own_of_experiments]")
+    text = text.replace('order = ["fedprox", "FedAvg"]', 'order = ["own_of_experiments", "FedAvg"]')
+    read_experiment(write(tmp_path, text), "").check_names()
+
+
 def test_scale_replaces_parts_of_the_file(tmp_path: Path) -> None:
     experiment = read_experiment(write(tmp_path), "small")
     assert (experiment.scale, list(experiment.seeds)) == ("small", [7])

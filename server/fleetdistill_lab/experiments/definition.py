@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import config_class
+from fleetdistill.methods.outside import import_modules
 from fleetdistill.names import unknown_name
 from fleetdistill_lab.experiments.metrics import METRICS, Target
 from fleetdistill_lab.simulation.checks import check_settings
@@ -397,6 +398,9 @@ def _make(file: Path, contents: Mapping[str, Any], scale: str) -> Experiment:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigurationError(f"{file}: {where}: {first['msg'].removeprefix('Value error, ')}") from error
+    if len(set(read.seeds)) < len(read.seeds):
+        raise ConfigurationError(f"{file}: seeds is {list(read.seeds)}; each seed must occur once")
+    import_modules(read.simulation.get("modules", ()), f"{file}: [simulation] modules")
     return Experiment(
         name=file.stem,
         title=read.title or file.stem,
