@@ -201,7 +201,7 @@ def test_forgetting_beside_a_server_says_when_the_data_go(directory: Path) -> No
     code, said = call("devices", "forget", RUN, "d1", "--store", str(directory))
     lock.close()
     assert code == 0
-    assert "its payloads are deleted before the run's next round; if the run has ended, repeat this command" in said
+    assert "its payloads are deleted before the run's next round; if no engine works on the run, by a server " in said
 
 
 def test_only_a_name_that_a_run_had_is_deleted_twice(directory: Path) -> None:

@@ -28,7 +28,7 @@ def test_a_file_of_another_kind_is_named_as_such(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_and_a_missing_array_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="No such file or directory"):
+    with pytest.raises(DataError, match=r"none\.npz' does not exist"):
         read_labelled(str(tmp_path / "none.npz"))
     np.savez(tmp_path / "half.npz", inputs=np.ones(3))
     with pytest.raises(DataError, match="labels"):
