@@ -107,6 +107,13 @@ def test_a_seed_that_occurs_twice_in_a_list_is_refused(tmp_path: Path) -> None:
         read_experiment(write(tmp_path, TEXT.replace('seeds = "0-1"', "seeds = [3, 3]")), "")
 
 
+@pytest.mark.parametrize("modules", ["5", '"own"', "[5]"])
+def test_modules_of_a_wrong_type_are_named(tmp_path: Path, modules: str) -> None:
+    text = TEXT.replace("devices = 3", f"devices = 3\nmodules = {modules}")
+    with pytest.raises(ConfigurationError, match="modules"):
+        read_experiment(write(tmp_path, text), "").cells()
+
+
 def test_methods_of_own_modules_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = "import fleetdistill.methods as device, fleetdistill_server.methods as server\n"
     module += "device.register('own_of_experiments', device.config_class('fedavg'), device.device_class('fedavg'))\n"

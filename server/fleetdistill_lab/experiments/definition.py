@@ -400,7 +400,9 @@ def _make(file: Path, contents: Mapping[str, Any], scale: str) -> Experiment:
         raise ConfigurationError(f"{file}: {where}: {first['msg'].removeprefix('Value error, ')}") from error
     if len(set(read.seeds)) < len(read.seeds):
         raise ConfigurationError(f"{file}: seeds is {list(read.seeds)}; each seed must occur once")
-    import_modules(read.simulation.get("modules", ()), f"{file}: [simulation] modules")
+    modules = read.simulation.get("modules")
+    if isinstance(modules, list) and all(isinstance(module, str) for module in modules):  # else a later check says so
+        import_modules(modules, f"{file}: [simulation] modules")
     return Experiment(
         name=file.stem,
         title=read.title or file.stem,
