@@ -162,26 +162,21 @@ def version(at: Moment) -> None:
     assert at.device.version == at.version
 
 
-def works(call: str) -> Callable[[Moment], None]:
-    """`run`, `step`, `tick` and `start`: one thread at a time works. The play shows what they do with an ask."""
+WORK = ("step", "tick", "run", "start")
 
-    def check(at: Moment) -> None:
-        if at.working:
+
+def work(at: Moment) -> None:
+    """One thread at a time works. The play shows what the calls do with an ask."""
+    if at.working:
+        for call in WORK:
             with pytest.raises(DeviceBusyError):
                 getattr(at.device, call)()
-        elif not at.online:
-            with at.copy() as device:
-                offline(device, call)
-        elif at.finished:
-            with at.copy(online=True) as device:
-                after_the_end(device, call)
-                predict(replace(at, device=device))
-        else:
-            with at.copy(online=True) as device:
-                before_work(device, call)
-                predict(replace(at, device=device))
-
-    return check
+        return
+    does = after_the_end if at.finished else before_work if at.online else offline
+    with at.copy(online=at.online) as device:
+        for call in WORK:
+            does(device, call)
+            predict(replace(at, device=device))
 
 
 def before_work(device: Device, call: str) -> None:
@@ -228,32 +223,12 @@ def background_result(at: Moment) -> None:
         at.device.background_result()
 
 
-def stop(at: Moment) -> None:
-    if not at.working:
-        with at.copy() as device:
-            device.stop()
-            assert device.step(0) is Step.PAUSED
-
-
 def pause_seconds(at: Moment) -> None:
     assert at.device.pause_seconds == 0
 
 
-def close(at: Moment) -> None:
-    if at.working:
-        return
-    with at.copy() as device:
-        device.close()
-        device.close()
-        for call in ("run", "step", "tick", "start", "roll_back", "roll_forward", "replace_data", "preview", "forget"):
-            with pytest.raises(DeviceClosedError):
-                getattr(device, call)()
-        with pytest.raises(DeviceClosedError):
-            device.predict(at.inputs)
-        assert device.version == at.version
-
-
-def roll_back(at: Moment) -> None:
+def roll_back_and_forward(at: Moment) -> None:
+    assert at.device.roll_forward() == at.device.version, "it takes deliveries anyway"
     if at.version < 2:
         with pytest.raises(StateError, match="no earlier version"):
             at.device.roll_back()
@@ -261,21 +236,7 @@ def roll_back(at: Moment) -> None:
         with at.copy() as device:
             assert device.roll_back() == at.version - 1
             assert device.version == at.version, "in the next turn"
-
-
-def roll_forward(at: Moment) -> None:
-    assert at.device.roll_forward() == at.device.version, "it takes deliveries anyway"
-    if at.version > 1 and not at.working:
-        with at.copy() as device:
-            device.roll_back()
             assert device.roll_forward() == at.version, "no turn has carried it out"
-
-
-def replace_data(at: Moment) -> None:
-    if not at.working:
-        with at.copy() as device:
-            device.replace_data()
-            predict(replace(at, device=device))
 
 
 def forget(at: Moment) -> None:
@@ -311,12 +272,31 @@ def ledger(at: Moment) -> None:
     assert all(entry.run == RUN for entry in entries)
 
 
-def allow(at: Moment) -> None:
+def change(at: Moment) -> None:
     assert set(at.device.allow) == set(COLUMNS)
-    if not at.working:
-        with at.copy() as device:
-            device.allow = ("metrics",)
-            assert device.allow == ("metrics",)
+    if at.working:
+        return
+    with at.copy() as device:
+        device.replace_data()
+        predict(replace(at, device=device))
+        device.allow = ("metrics",)
+        assert device.allow == ("metrics",)
+        device.stop()
+        assert device.step(0) is Step.PAUSED
+
+
+def close(at: Moment) -> None:
+    if at.working:
+        return
+    with at.copy() as device:
+        device.close()
+        device.close()
+        for call in (*WORK, "roll_back", "roll_forward", "replace_data", "preview", "forget"):
+            with pytest.raises(DeviceClosedError):
+                getattr(device, call)()
+        with pytest.raises(DeviceClosedError):
+            device.predict(at.inputs)
+        assert device.version == at.version
 
 
 def device_id(at: Moment) -> None:
@@ -327,26 +307,23 @@ def state_dir(at: Moment) -> None:
     assert (at.device.state_dir / "lock").exists()
 
 
-DEVICE: Mapping[str, Callable[[Moment], None]] = {
+DEVICE: Mapping[str, Callable[[Moment], None]] = {  # members that share a check are checked at once
     "predict": predict,
     "model": model,
     "models": models,
     "version": version,
-    **{call: works(call) for call in ("run", "step", "tick", "start")},
+    **dict.fromkeys(WORK, work),
     "join": join,
     "background_result": background_result,
-    "stop": stop,
     "pause_seconds": pause_seconds,
-    "close": close,
-    "roll_back": roll_back,
-    "roll_forward": roll_forward,
-    "replace_data": replace_data,
+    **dict.fromkeys(("roll_back", "roll_forward"), roll_back_and_forward),
     "forget": forget,
     "preview": preview,
     "ledger": ledger,
-    "allow": allow,
     "device_id": device_id,
     "state_dir": state_dir,
+    "close": close,
+    **dict.fromkeys(("replace_data", "allow", "stop"), change),
 }
 
 
@@ -577,8 +554,9 @@ class Fleet:
         copy = partial(self.copied, device.state_dir)
         at = Moment(name, device, self.inputs, logits, tuple(rounds), online, working, copy)
         for kind, table in (("Device", DEVICE), ("Predictor", PREDICTOR)):
-            for member, check in table.items():
-                self.note(f"{kind}.{member}", name, partial(check, at))
+            for check in dict.fromkeys(table.values()):
+                members = "/".join(member for member in table if table[member] is check)
+                self.note(f"{kind}.{members}", name, partial(check, at))
         if not working:
             self.look_async(at)
 
