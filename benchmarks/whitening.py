@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fleetdistill.methods.classstats.projection import projection_for
+from fleetdistill.methods.classstats.class_space import projection_for
 from fleetdistill.methods.classstats_private.config import MAX_WHITENED
 from fleetdistill.methods.classstats_private.public_features import CONSTANTS, SIDES
 from fleetdistill.models.scattering import scattering

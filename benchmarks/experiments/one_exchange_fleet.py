@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from fleetdistill.knowledge import Array
-from fleetdistill.methods.classstats.projection import projection, usual_dimensions
+from fleetdistill.methods.classstats.class_space import projection, usual_dimensions
 from fleetdistill.models.scattering import scattering
 from fleetdistill_lab.simulation.data.datasets import DATASETS, Dataset, load_dataset, stratified_rows
 from fleetdistill_lab.simulation.data.partition import partition

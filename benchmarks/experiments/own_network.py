@@ -35,8 +35,8 @@ from fleetdistill.methods.classstats.class_space import (
     coordinates,
     leave_one_out,
     logits,
+    projection,
 )
-from fleetdistill.methods.classstats.projection import projection
 from fleetdistill.models import build_model
 from fleetdistill.models.scattering import scattering
 from fleetdistill.seeds import derive_seed

@@ -46,7 +46,7 @@ from one_exchange_fleet import Fleet, Part, Setting, accuracies, make_fleet, own
 
 from fleetdistill.knowledge import Array, ClassSpace, LinearHead
 from fleetdistill.knowledge.statistics import MIN_ROWS_PER_DIRECTION
-from fleetdistill.methods.classstats.class_space import coordinates, leave_one_out, logits
+from fleetdistill.methods.classstats.class_space import coordinates, leave_one_out, logits, usual_dimensions
 from fleetdistill.methods.classstats.class_variants import (
     LEAVE_ONE_OUT,
     PersonalVariant,
@@ -54,7 +54,6 @@ from fleetdistill.methods.classstats.class_variants import (
     local_variant,
 )
 from fleetdistill.methods.classstats.config import ClassStatsConfig
-from fleetdistill.methods.classstats.projection import usual_dimensions
 from fleetdistill.methods.classstats.refined_head import (
     GradientSum,
     from_wire,

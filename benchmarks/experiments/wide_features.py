@@ -29,7 +29,7 @@ from one_exchange_tables import Found, print_tables
 from refined_head import BOUNDED, closed_form_of, refined
 
 from fleetdistill.knowledge import Array
-from fleetdistill.methods.classstats.projection import projection
+from fleetdistill.methods.classstats.class_space import projection
 from fleetdistill.methods.classstats.shared_statistics import from_wire, max_directions, moments_of, to_wire
 from fleetdistill_lab import Dataset, read_dataset
 from fleetdistill_lab.audit.linkage import linkage

@@ -15,8 +15,7 @@ from fleetdistill.compute.onnx_extractor import OnnxExtractor
 from fleetdistill.deployment.batch import check_batch, shape_message
 from fleetdistill.errors import DataError
 from fleetdistill.knowledge import Array, ClassSpace
-from fleetdistill.methods.classstats.class_space import coordinates, logits
-from fleetdistill.methods.classstats.projection import projection
+from fleetdistill.methods.classstats.class_space import coordinates, logits, projection
 
 _SPACE_FIELDS = tuple(field.name for field in fields(ClassSpace) if field.name != "labels")
 

@@ -17,7 +17,7 @@ import numpy as np
 from fleetdistill.errors import ModelError, WireError
 from fleetdistill.interruption import check_may_continue
 from fleetdistill.knowledge import Array, NetworkFile, Parts
-from fleetdistill.methods.classstats.projection import projection
+from fleetdistill.methods.classstats.class_space import projection
 from fleetdistill.progress import report_progress
 from fleetdistill.training.foreign_onnx import first_line, foreign_session
 from fleetdistill.training.onnx_file import INPUT_RANGE, UNIT_RANGE

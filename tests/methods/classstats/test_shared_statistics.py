@@ -21,10 +21,11 @@ from fleetdistill.methods.classstats.class_space import (
     leave_one_out,
     logits,
     make_space,
+    projection,
     shrinkage_rule,
     shrunk,
+    usual_dimensions,
 )
-from fleetdistill.methods.classstats.projection import projection, usual_dimensions
 from fleetdistill.methods.classstats.shared_statistics import (
     Moments,
     from_wire,

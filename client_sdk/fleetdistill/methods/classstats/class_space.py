@@ -1,7 +1,8 @@
 """The space of a fleet's classes: a few directions in which the covariance within classes is the identity matrix.
 
 The server makes the space from merged moments and sends it once. The nearest class mean in it is linear discriminant
-analysis on all D numbers. Computes in float64, with NumPy only. Symbols: n rows, D numbers per row, K classes in the
+analysis on all D numbers. The fixed random projection of features is equal on every device and in every run, and never
+sent. Computes in float64, with NumPy only. Symbols: n rows, D numbers per row, K classes in the
 space, q directions, C classes of the run. "Line" refers to the section "The mathematics" of
 `docs/reference/methods/classstats.md`. Only `pack_space` and `unpack_space`, for saved state, use torch.
 """
@@ -17,12 +18,17 @@ from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, ClassSpace
 from fleetdistill.methods.classstats.shared_statistics import Moments
 from fleetdistill.training.figures import likelihood
+from fleetdistill.training.portable_noise import splitmix64
 
 BELOW_ALL = 20.0
 """Difference between the smallest logit of the space's classes and the logit of a class that is not in the space."""
 TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Temperatures τ from which a device selects the best one for its personal variant (line `personal`)."""
 MIN_SHRINKAGE, MAX_SHRINKAGE = 0.05, 0.5
+_PROJECTION_SEED = 1
+"""Seed of the projection's signs; equal in all runs, so that statistics are comparable between runs."""
+_SMALL_SIDE = 12
+_FEW, _USUAL = 256, 384
 _RIDGE = 1e-6
 _PLAIN = ("labels", "leverage")
 """Fields of a space that are no arrays."""
@@ -212,3 +218,32 @@ def pack_space(space: ClassSpace) -> dict[str, Any]:
 def unpack_space(state: Mapping[str, Any]) -> ClassSpace:
     """Returns the space in a value of `pack_space`."""
     return ClassSpace(**{name: value if name in _PLAIN else value.numpy() for name, value in state.items()})
+
+
+def usual_dimensions(input_shape: tuple[int, ...]) -> int:
+    """Returns the default of D: 256 for images below 12 pixels a side, otherwise 384."""
+    small = len(input_shape) == 3 and min(input_shape[1:]) < _SMALL_SIDE
+    return _FEW if small else _USUAL
+
+
+def projection(features: int, dimensions: int) -> Array:
+    """Returns G with entries ±1 / √F; bit f·D + d of the random words is the sign of entry (f, d).
+
+    Args:
+        features: F, at least 1.
+        dimensions: D, at least 1.
+
+    Returns:
+        `[F, D]` float32; the identity matrix `[F, F]` if D is at least F.
+    """
+    if features <= dimensions:
+        return np.eye(features, dtype=np.float32)
+    count = features * dimensions
+    words = splitmix64(_PROJECTION_SEED, (count + 63) // 64)
+    bits = np.unpackbits(words.astype("<u8").view(np.uint8), bitorder="little")[:count]
+    return np.asarray((2.0 * bits.reshape(features, dimensions) - 1) / np.sqrt(features), dtype=np.float32)
+
+
+def projection_for(input_shape: tuple[int, ...], features: int) -> Array:
+    """Returns the projection G of images of one shape to their default number of dimensions, `[F, D]`."""
+    return projection(features, min(usual_dimensions(input_shape), features))

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge.statistics import MIN_ROWS_PER_DIRECTION
 from fleetdistill.methods.base import check_choice, check_range
-from fleetdistill.methods.classstats.projection import usual_dimensions
+from fleetdistill.methods.classstats.class_space import usual_dimensions
 from fleetdistill.methods.local import LocalTraining
 
 SCATTERING = "scattering"

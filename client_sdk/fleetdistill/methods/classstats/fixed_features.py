@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fleetdistill.knowledge import Array
+from fleetdistill.methods.classstats.class_space import projection
 from fleetdistill.methods.classstats.config import SCATTERING, SpaceConfig
-from fleetdistill.methods.classstats.projection import projection
 from fleetdistill.models import build_model
 from fleetdistill.training.local_training import extract
 from fleetdistill.training.model import output_shape

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Array
+from fleetdistill.methods.classstats.class_space import projection_for
 from fleetdistill.methods.classstats.config import SCATTERING
-from fleetdistill.methods.classstats.projection import projection_for
 from fleetdistill.methods.classstats_private.config import MAX_OUTPUTS, MAX_WHITENED
 from fleetdistill.models.scattering import SMALLEST_SIDE, scattering
 from fleetdistill.models.shapes import check_image
