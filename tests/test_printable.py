@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fleetdistill.knowledge import Metric, Metrics
-from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT
+from fleetdistill.methods.classstats.exchange import LEAVE_ONE_OUT
 from fleetdistill.printable import PrintableRecords, printable
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_console.tables import tables

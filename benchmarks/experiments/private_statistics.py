@@ -27,7 +27,7 @@ from torch.nn import functional
 from fleetdistill.errors import KnowledgeError
 from fleetdistill.knowledge import Array, ClassSpace
 from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space
-from fleetdistill.methods.classstats.class_variants import class_variants
+from fleetdistill.methods.classstats.exchange import class_variants
 from fleetdistill.methods.classstats.shared_statistics import Moments, moments_of
 from fleetdistill.methods.classstats_private.config import ClassStatsPrivateConfig
 from fleetdistill.methods.classstats_private.merge import merge_private, strength

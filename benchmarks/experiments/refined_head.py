@@ -47,13 +47,13 @@ from one_exchange_fleet import Fleet, Part, Setting, accuracies, make_fleet, own
 from fleetdistill.knowledge import Array, ClassSpace, LinearHead
 from fleetdistill.knowledge.statistics import MIN_ROWS_PER_DIRECTION
 from fleetdistill.methods.classstats.class_space import coordinates, leave_one_out, logits, usual_dimensions
-from fleetdistill.methods.classstats.class_variants import (
+from fleetdistill.methods.classstats.config import ClassStatsConfig
+from fleetdistill.methods.classstats.exchange import (
     LEAVE_ONE_OUT,
     PersonalVariant,
     class_variants,
     local_variant,
 )
-from fleetdistill.methods.classstats.config import ClassStatsConfig
 from fleetdistill.methods.classstats.refined_head import (
     GradientSum,
     from_wire,

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.methods import METHODS
-from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT
+from fleetdistill.methods.classstats.exchange import LEAVE_ONE_OUT, PERSONAL_LEAVE_ONE_OUT
 from fleetdistill.replacement import REPLACED, SPLIT
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.methods import server_class

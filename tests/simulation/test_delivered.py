@@ -10,7 +10,7 @@ from typing import Any
 import onnxruntime
 import pytest
 
-from fleetdistill.methods.classstats.class_variants import PersonalVariant
+from fleetdistill.methods.classstats.exchange import PersonalVariant
 from fleetdistill_lab.simulation.data.datasets import load_dataset
 from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.report.history import read_history
@@ -145,7 +145,7 @@ def test_a_personal_model_changes_its_predictor(share: float, tmp_path: Path, mo
         kept.append(is_local)
         return local if local is not None and is_local else fleets
 
-    monkeypatch.setattr("fleetdistill.methods.classstats.class_variants._better", better)
+    monkeypatch.setattr("fleetdistill.methods.classstats.exchange._better", better)
     wanted = {"predictors": ("space_linear", "space_mlp_16"), "validation_share": share, "export": "all"}
     settings = {"predictor": "trained", "predictor_steps": 5}
     kinds = {"devices": 3, "devices_per_round": 1, "train_limit": 150, "test_limit": 20, "alpha": 0.5}

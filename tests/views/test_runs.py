@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.methods import METHODS
-from fleetdistill.methods.classstats.class_variants import (
+from fleetdistill.methods.classstats.exchange import (
     LEAVE_ONE_OUT,
     OWN_KEPT,
     OWN_LEAVE_ONE_OUT,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from fleetdistill.methods.classstats.class_variants import (
+from fleetdistill.methods.classstats.exchange import (
     LEAVE_ONE_OUT,
     OWN_KEPT,
     OWN_LEAVE_ONE_OUT,

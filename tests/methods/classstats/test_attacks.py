@@ -20,9 +20,9 @@ from numpy.testing import assert_array_equal
 from fleetdistill.knowledge import Plan, SharedStatistics
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local
 from fleetdistill.methods.classstats.class_space import coordinates, leave_one_out
-from fleetdistill.methods.classstats.class_variants import class_variants
 from fleetdistill.methods.classstats.config import ClassStatsConfig
 from fleetdistill.methods.classstats.device import ClassStatsDevice
+from fleetdistill.methods.classstats.exchange import class_variants
 from fleetdistill.models import build_model
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData, extract

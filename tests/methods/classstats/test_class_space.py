@@ -40,14 +40,15 @@ from fleetdistill.methods.classstats.class_space import (
     make_space,
     shrinkage_rule,
 )
-from fleetdistill.methods.classstats.class_variants import (
+from fleetdistill.methods.classstats.exchange import (
     LEAVE_ONE_OUT,
     OWN_KEPT,
     OWN_LEAVE_ONE_OUT,
     PERSONAL_LEAVE_ONE_OUT,
+    SpacePlan,
+    check_space,
     class_variants,
 )
-from fleetdistill.methods.classstats.exchange import SpacePlan, check_space
 from fleetdistill.methods.classstats.shared_statistics import Moments, from_wire, merge, moments_of, to_wire
 from fleetdistill.methods.classstats.space_model import ChosenPredictor, SpaceModel, make_predictor
 from fleetdistill.methods.classstats.space_training import draw_images, draw_in_space

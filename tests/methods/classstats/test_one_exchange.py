@@ -32,10 +32,10 @@ from fleetdistill.knowledge import (
 )
 from fleetdistill.methods.base import Answer, Ask
 from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, projection, shrinkage_rule
-from fleetdistill.methods.classstats.class_variants import (
+from fleetdistill.methods.classstats.exchange import (
     LEAVE_ONE_OUT,
+    SpacePlan,
 )
-from fleetdistill.methods.classstats.exchange import SpacePlan
 from fleetdistill.methods.classstats.shared_statistics import from_wire, merge, moments_of
 from fleetdistill.models.scattering import Scattering
 from fleetdistill.state.state_file import pack_state, unpack_state

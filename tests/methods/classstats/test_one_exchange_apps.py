@@ -28,7 +28,7 @@ from fleetdistill.knowledge import (
     Array,
 )
 from fleetdistill.methods.classstats.class_space import coordinates, logits, make_space, shrinkage_rule
-from fleetdistill.methods.classstats.class_variants import (
+from fleetdistill.methods.classstats.exchange import (
     LEAVE_ONE_OUT,
     OWN_KEPT,
     PERSONAL_LEAVE_ONE_OUT,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fleetdistill.methods.classstats.class_space import class_prior, coordinates, leave_one_out, logits
-from fleetdistill.methods.classstats.class_variants import class_variants, local_variant
+from fleetdistill.methods.classstats.exchange import class_variants, local_variant
 from fleetdistill.methods.classstats.refined_head import balanced_prior, choose_temperature, left_out_logits
 from fleetdistill.methods.classstats.shared_statistics import merge, moments_of
 from fleetdistill.training.figures import likelihood

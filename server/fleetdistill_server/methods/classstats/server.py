@@ -27,9 +27,8 @@ from fleetdistill.knowledge import (
     SharedStatistics,
 )
 from fleetdistill.methods.classstats.class_space import make_space, pack_space, shrinkage_rule, unpack_space
-from fleetdistill.methods.classstats.class_variants import LEAVE_ONE_OUT
 from fleetdistill.methods.classstats.config import SCATTERING
-from fleetdistill.methods.classstats.exchange import SpacePlan, check_images
+from fleetdistill.methods.classstats.exchange import LEAVE_ONE_OUT, SpacePlan, check_images
 from fleetdistill.methods.classstats.fixed_features import fixed_features, projected, usual_extractor
 from fleetdistill.methods.classstats.shared_statistics import Moments, max_directions
 from fleetdistill.methods.classstats.space_model import SpaceModel
