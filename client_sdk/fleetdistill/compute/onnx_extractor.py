@@ -33,7 +33,7 @@ _ADVICE = "the server's operator must fix the run"
 class OnnxExtractor:
     """Extractor that maps inputs to features, run with onnxruntime.
 
-    The counterpart with PyTorch is `fleetdistill.methods.classstats.fixed_features.FixedFeatures`.
+    The counterpart with PyTorch is `fleetdistill.methods.classstats.space_model.FixedFeatures`.
 
     Attributes:
         features: Number of features F of one input.

@@ -22,8 +22,15 @@ from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers
 from fleetdistill.methods.classstats.class_space import coordinates, pack_space, unpack_space
 from fleetdistill.methods.classstats.config import SCATTERING, ClassStatsConfig, SpaceConfig
 from fleetdistill.methods.classstats.exchange import REFINE, DeviceStatistics, SentStatistics, check_images
-from fleetdistill.methods.classstats.fixed_features import FixedFeatures, fixed_features, usual_extractor
-from fleetdistill.methods.classstats.space_model import ChosenPredictor, ClosedForm, SpaceModel, make_predictor
+from fleetdistill.methods.classstats.space_model import (
+    ChosenPredictor,
+    ClosedForm,
+    FixedFeatures,
+    SpaceModel,
+    fixed_features,
+    make_predictor,
+    usual_extractor,
+)
 from fleetdistill.methods.classstats.space_training import teach_network, train_predictor
 from fleetdistill.training.tensor_data import parts_of
 

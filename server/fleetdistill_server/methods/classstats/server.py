@@ -29,9 +29,8 @@ from fleetdistill.knowledge import (
 from fleetdistill.methods.classstats.class_space import make_space, pack_space, shrinkage_rule, unpack_space
 from fleetdistill.methods.classstats.config import SCATTERING
 from fleetdistill.methods.classstats.exchange import LEAVE_ONE_OUT, SpacePlan, check_images
-from fleetdistill.methods.classstats.fixed_features import fixed_features, projected, usual_extractor
 from fleetdistill.methods.classstats.shared_statistics import Moments, max_directions
-from fleetdistill.methods.classstats.space_model import SpaceModel
+from fleetdistill.methods.classstats.space_model import SpaceModel, fixed_features, projected, usual_extractor
 from fleetdistill.models.pretrained import images_of
 from fleetdistill.seeds import derive_seed
 from fleetdistill.training.model import output_shape
