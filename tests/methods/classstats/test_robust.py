@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from fleetdistill.knowledge import Array
-from fleetdistill_server.methods.classstats.robust import (
+from fleetdistill_server.methods.classstats.merge import (
     Centres,
     DeviceStatistics,
     LeftOut,

@@ -48,8 +48,8 @@ from fleetdistill_server.methods.classstats.merge import (
     note_left_out,
     note_no_class,
     note_single_classes,
+    trusted_centres,
 )
-from fleetdistill_server.methods.classstats.robust import trusted_centres
 from fleetdistill_server.methods.cohort import Cohort, Notes
 from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.deliveries import Deliveries

@@ -14,8 +14,14 @@ import numpy as np
 from fleetdistill.knowledge import Array
 from fleetdistill.methods.classstats_private.merge import merge_private
 from fleetdistill.methods.classstats_private.sums import NoiseScale, RowSums
-from fleetdistill_server.methods.classstats.merge import LeftOutReasons, MergeRules, note_left_out
-from fleetdistill_server.methods.classstats.robust import MAX_ROWS, DeviceStatistics, screen
+from fleetdistill_server.methods.classstats.merge import (
+    MAX_ROWS,
+    DeviceStatistics,
+    LeftOutReasons,
+    MergeRules,
+    note_left_out,
+    screen,
+)
 from fleetdistill_server.methods.cohort import Notes
 
 Releases = dict[str, tuple[RowSums, NoiseScale]]
