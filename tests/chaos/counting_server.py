@@ -11,9 +11,8 @@ from chaos import counting
 from fleetdistill.knowledge import Kind, ModelParameters, Plan, SampleKnowledge
 from fleetdistill.seeds import derive_seed
 from fleetdistill_server import methods
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import MethodContext, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 

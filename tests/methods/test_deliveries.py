@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from fleetdistill.errors import QuorumNotReached
-from fleetdistill_server.methods.deliveries import Deliveries
+from fleetdistill_server.methods.cohort import Deliveries
 from fleetdistill_server.testing import FakeCohort, always
 
 ALL = ("a", "b", "c")

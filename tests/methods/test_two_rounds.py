@@ -36,9 +36,8 @@ from fleetdistill.training.model import SplitModel, check_local_model
 from fleetdistill.training.portable_noise import portable_noise
 from fleetdistill_server import testing
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import MethodContext, ServerMethod
 from fleetdistill_server.methods.cdkt import CDKTServer
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.dafkd.server import DaFKDServer
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.fedd2s.server import FedD2SServer

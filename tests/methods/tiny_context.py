@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.base import MethodContext
 
 CLASSES, INPUTS = 3, 6
 

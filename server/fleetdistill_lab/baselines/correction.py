@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedavg import FedAvgServer
 
 __all__ = ["CorrectedServer"]

@@ -17,9 +17,8 @@ from fleetdistill.methods.base import check_range
 from fleetdistill_lab.baselines.proxy import ProxyConfig, ProxyDevice, ProxyServer, soft_loss
 from fleetdistill_lab.baselines.shared import register
 from fleetdistill_server.methods.averaging import TensorMean
-from fleetdistill_server.methods.base import Needs
+from fleetdistill_server.methods.base import MethodContext, Needs
 from fleetdistill_server.methods.cohort import Cohort
-from fleetdistill_server.methods.context import MethodContext
 
 __all__ = ["DSFLConfig", "DSFLDevice", "DSFLServer"]
 

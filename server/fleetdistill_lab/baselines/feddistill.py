@@ -28,9 +28,8 @@ from fleetdistill_lab.baselines.shared import (
     sent_counts,
 )
 from fleetdistill_server.methods.averaging import TensorMean
-from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.base import MethodContext, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 

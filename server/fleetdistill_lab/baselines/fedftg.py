@@ -23,8 +23,8 @@ from fleetdistill.training.losses import soft_cross_entropy
 from fleetdistill.training.rollback import train_or_roll_back
 from fleetdistill_lab.baselines.fedgen import class_shares, diversity
 from fleetdistill_lab.baselines.shared import counts_of, counts_schema, frozen_copy, register, sent_counts, teachers_of
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 

@@ -28,8 +28,8 @@ from fleetdistill.training.model import frozen_batch_norm
 from fleetdistill.training.parameters import model_parameters, take_weights
 from fleetdistill.training.rollback import train_or_roll_back
 from fleetdistill_lab.baselines.shared import counts_of, counts_schema, register, sent_counts, teachers_of
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 

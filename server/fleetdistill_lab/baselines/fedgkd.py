@@ -17,8 +17,8 @@ from fleetdistill.methods.base import Ask, check_range
 from fleetdistill.training.parameters import model_parameters, take_weights
 from fleetdistill_lab.baselines.shared import frozen_copy, register
 from fleetdistill_lab.baselines.taught import TaughtConfig, TaughtDevice
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 

@@ -20,8 +20,8 @@ from fleetdistill.methods.base import check_choice, check_range
 from fleetdistill.methods.feddkc.device import FedDKCDevice
 from fleetdistill_lab.baselines.fedgkt import FedGKTConfig, FedGKTServer
 from fleetdistill_lab.baselines.shared import register
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.cohort import Notes
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.feddkc.server import Upload
 
 __all__ = ["FedICTConfig", "FedICTDevice", "FedICTServer"]

@@ -21,8 +21,8 @@ from fleetdistill.training.model import SplitModel
 from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill_lab.baselines.fedper import FedRepConfig, train_head_then_base
 from fleetdistill_lab.baselines.shared import register
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.fedd2s.schedule import distillation_layer, shallowest_layer
 

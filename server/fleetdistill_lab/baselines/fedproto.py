@@ -30,9 +30,8 @@ from fleetdistill_lab.baselines.shared import (
     register,
 )
 from fleetdistill_server.methods.averaging import TensorMean
-from fleetdistill_server.methods.base import Needs, ServerMethod
+from fleetdistill_server.methods.base import MethodContext, Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 __all__ = ["FedProtoConfig", "FedProtoDevice", "FedProtoServer"]

@@ -26,10 +26,8 @@ from fleetdistill.training.model import output_shape
 from fleetdistill.training.parameters import model_parameters, take_weights, tensors_of
 from fleetdistill_lab.baselines.shared import received_tables
 from fleetdistill_server.methods.averaging import OFF, cap
-from fleetdistill_server.methods.base import Needs, ServerMethod
-from fleetdistill_server.methods.cohort import Cohort, Notes
-from fleetdistill_server.methods.context import MethodContext
-from fleetdistill_server.methods.deliveries import Deliveries
+from fleetdistill_server.methods.base import MethodContext, Needs, ServerMethod
+from fleetdistill_server.methods.cohort import Cohort, Deliveries, Notes
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 __all__ = ["OneShotConfig", "OneShotDevice", "OneShotServer", "Tables"]

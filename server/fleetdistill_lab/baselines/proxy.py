@@ -25,9 +25,8 @@ from fleetdistill.training.local_training import TensorData, extract, train_step
 from fleetdistill.training.losses import distillation_loss
 from fleetdistill.training.rollback import reason_not_sent
 from fleetdistill_lab.baselines.shared import OwnModelDevice
-from fleetdistill_server.methods.base import Needs, ServerMethod
+from fleetdistill_server.methods.base import MethodContext, Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 __all__ = ["ProxyConfig", "ProxyDevice", "ProxyServer", "soft_loss"]

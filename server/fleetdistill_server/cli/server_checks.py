@@ -194,7 +194,7 @@ def _disk(server: ServerSection) -> Found:
 
 
 def _hardware(server: ServerSection) -> Found:
-    from fleetdistill_server.methods.context import pick_torch_device
+    from fleetdistill_server.methods.base import pick_torch_device
 
     device = pick_torch_device(server.torch_device)
     yield (

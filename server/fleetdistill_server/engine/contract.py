@@ -28,8 +28,7 @@ from fleetdistill_server.config.labelled_file import read_labelled
 from fleetdistill_server.config.run_config import ProxySection, RunConfig
 from fleetdistill_server.engine.buffering import check_buffered
 from fleetdistill_server.methods import server_class
-from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.methods.context import MethodContext, pick_torch_device
+from fleetdistill_server.methods.base import MethodContext, ServerMethod, pick_torch_device
 from fleetdistill_server.methods.traffic import declared_parts, features_of
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.training.hardware import Hardware

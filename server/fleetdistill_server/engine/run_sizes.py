@@ -15,7 +15,7 @@ from fleetdistill.training.model import embedding_tap, logits_and_embedding, out
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.contract import build_method
-from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.traffic import Sizes
 
 __all__ = ["RunSizes", "measure_run"]

@@ -25,9 +25,8 @@ from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import embedding_tap, logits_and_embedding
 from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, train_or_roll_back
 from fleetdistill_server.methods.averaging import TensorMean
-from fleetdistill_server.methods.base import Needs, ServerMethod
+from fleetdistill_server.methods.base import MethodContext, Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes, PayloadFor
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Exchange, Message, Sizes
 from fleetdistill_server.training.evaluation import TEACHER_ACCURACY
 

@@ -13,9 +13,8 @@ import torch
 from fleetdistill.knowledge import ModelParameters, Parts, Weights
 from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill_server.methods.averaging import WeightedMean
-from fleetdistill_server.methods.base import Needs, ServerMethod
+from fleetdistill_server.methods.base import MethodContext, Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 __all__ = ["FedAvgServer"]

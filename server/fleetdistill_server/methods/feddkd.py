@@ -23,9 +23,8 @@ from fleetdistill.training.parameters import batch_norm_names, load_parameters, 
 from fleetdistill.training.rollback import snapshot, train_or_roll_back
 from fleetdistill_server.figures import Figure
 from fleetdistill_server.methods.averaging import OFF, WeightedMean
-from fleetdistill_server.methods.base import Needs, ServerMethod
+from fleetdistill_server.methods.base import MethodContext, Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, Notes
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 _TOO_LARGE = "the distillation rate is too large; lower dkd_lr or set dkd_max_norm"

@@ -13,8 +13,8 @@ from fleetdistill.methods.cdkt.config import CDKTConfig
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import SplitModel
 from fleetdistill_server.config.run_config import ModelSection
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.cdkt import CDKTServer
-from fleetdistill_server.methods.context import MethodContext
 
 CLASSES, INPUTS, WIDTH, PROXY = 3, 6, 5, 7
 

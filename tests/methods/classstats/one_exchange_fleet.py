@@ -20,8 +20,8 @@ from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import check_local_model
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill_server.config.run_config import ModelSection
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.classstats.refining import RefiningServer
-from fleetdistill_server.methods.context import MethodContext
 
 SMALL: dict[str, Any] = {"rows_per_direction": 2}
 

@@ -28,8 +28,8 @@ from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData, extract
 from fleetdistill.training.model import check_local_model
 from fleetdistill_server.config.run_config import ModelSection
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.classstats.server import ClassStatsServer
-from fleetdistill_server.methods.context import MethodContext
 
 Lie = Callable[[SharedStatistics], SharedStatistics]
 

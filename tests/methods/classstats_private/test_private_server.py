@@ -38,8 +38,8 @@ from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import check_local_model
 from fleetdistill_server.config.run_config import ModelSection
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.classstats_private.server import ClassStatsPrivateServer
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.testing import FakeCohort, play
 
 CLASSES, SIZE, EPSILON = 4, 16, 3.0

@@ -14,8 +14,7 @@ from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import check_local_model
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods import server_class
-from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.base import MethodContext, ServerMethod
 
 CLASSES, ROWS = 4, 120
 

@@ -18,7 +18,7 @@ from fleetdistill.models import build_model
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import check_local_model
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.dafkd.server import DaFKDServer
 from fleetdistill_server.testing import FakeCohort, play
 

@@ -26,7 +26,7 @@ from fleetdistill.training.model import SplitModel
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import encode
 from fleetdistill_lab.simulation.spec.settings import Simulation
-from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.dafkd.server import DaFKDServer
 from fleetdistill_server.methods.traffic import Sizes, round_bytes
 

@@ -13,7 +13,7 @@ from fleetdistill.methods.dafkd.config import DaFKDConfig
 from fleetdistill.methods.dafkd.losses import weighted_predictions
 from fleetdistill.training.losses import distillation_loss
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.dafkd.ensemble import (
     classes_needed,
     effective_devices,

@@ -16,7 +16,7 @@ from fleetdistill.methods.fedd2s.config import FedD2SConfig
 from fleetdistill.methods.fedd2s.device import FedD2SDevice
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import SplitModel, check_local_model
-from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.fedd2s.server import FedD2SServer, Triplets
 from fleetdistill_server.testing import FakeCohort, play
 

@@ -15,7 +15,7 @@ from fleetdistill.methods.feddkc.device import FedDKCDevice
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import split_sequential
 from fleetdistill_server.config.run_config import ModelSection
-from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.feddkc.server import FedDKCServer
 from fleetdistill_server.testing import FakeCohort, always, play
 

@@ -21,7 +21,7 @@ from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import SplitModel, check_local_model
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill_lab.simulation.spec.settings import Simulation
-from fleetdistill_server.methods.context import MethodContext
+from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.feddkd import FedDKDServer
 from fleetdistill_server.testing import FakeCohort
 

@@ -26,8 +26,7 @@ from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.methods import modules_of, server_class
-from fleetdistill_server.methods.base import Needs
-from fleetdistill_server.methods.context import pick_torch_device
+from fleetdistill_server.methods.base import Needs, pick_torch_device
 from fleetdistill_server.store.store import Store
 
 RUN = "simulation"

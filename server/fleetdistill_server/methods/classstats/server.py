@@ -39,7 +39,7 @@ from fleetdistill.training.onnx_file import INPUT_RANGE, UNIT_RANGE
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.kind import PartSchema
-from fleetdistill_server.methods.base import Needs, ServerMethod
+from fleetdistill_server.methods.base import MethodContext, Needs, ServerMethod
 from fleetdistill_server.methods.classstats.merge import (
     LeftOutReasons,
     Merged,
@@ -50,9 +50,7 @@ from fleetdistill_server.methods.classstats.merge import (
     note_single_classes,
     trusted_centres,
 )
-from fleetdistill_server.methods.cohort import Cohort, Notes
-from fleetdistill_server.methods.context import MethodContext
-from fleetdistill_server.methods.deliveries import Deliveries
+from fleetdistill_server.methods.cohort import Cohort, Deliveries, Notes
 from fleetdistill_server.methods.traffic import Exchange, Sizes
 
 

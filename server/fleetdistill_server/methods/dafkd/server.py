@@ -37,9 +37,8 @@ from fleetdistill.training.rollback import train_or_roll_back
 from fleetdistill.wire.kind import PartSchema
 from fleetdistill_server.figures import Figure
 from fleetdistill_server.methods.averaging import WeightedMean
-from fleetdistill_server.methods.base import Needs, ServerMethod
+from fleetdistill_server.methods.base import MethodContext, Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.dafkd.ensemble import (
     classes_needed,
     effective_devices,

@@ -40,9 +40,8 @@ from fleetdistill.training.rollback import Rate, check_can_be_sent, train_or_rol
 from fleetdistill.wire.schema import Shapes
 from fleetdistill_server.figures import Figure
 from fleetdistill_server.methods.averaging import WeightedMean
-from fleetdistill_server.methods.base import Needs, ServerMethod
+from fleetdistill_server.methods.base import MethodContext, Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.fedd2s.copies import Copies, Copy
 from fleetdistill_server.methods.fedd2s.schedule import distillation_layer, shallowest_layer
 from fleetdistill_server.methods.traffic import NOTHING, Exchange, Message, Sizes

@@ -26,9 +26,8 @@ from fleetdistill.training.parameters import load_parameters, model_parameters
 from fleetdistill.training.rollback import Rate, check_can_be_sent, reason_not_sent, train_or_roll_back
 from fleetdistill_server.figures import Figure
 from fleetdistill_server.methods.averaging import OFF, cap
-from fleetdistill_server.methods.base import Needs, ServerMethod
+from fleetdistill_server.methods.base import MethodContext, Needs, ServerMethod
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
-from fleetdistill_server.methods.context import MethodContext
 from fleetdistill_server.methods.feddkc.kernels import kkr_kernel
 from fleetdistill_server.methods.feddkc.kkr import kkr
 from fleetdistill_server.methods.feddkc.refined import Refined, no_refinement
