@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 from cryptography import x509
 from support.processes import python
 from support.secured import make_pki
@@ -88,3 +89,19 @@ def test_the_memory_of_a_process_includes_that_of_its_children(tmp_path: Path) -
         more = collected(config, own)[name][ENGINE, "digits"] - before
         child.communicate(b"\n")
     assert more > 128 << 20
+
+
+def test_processor_time_is_that_of_the_user_and_the_system(tmp_path: Path) -> None:
+    clear(tmp_path)
+    code = "import os\nwhile os.times().system < 0.05: os.listdir('/')\nprint('ready', flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        config, process = ServerSection(store=str(tmp_path)), psutil.Process(child.pid)
+        before = sum(process.cpu_times()[:2])
+        used = collected(config, [ProcessState(FRONT, "", child.pid, 0)])
+        user, system, *_ = process.cpu_times()
+        child.communicate(b"\n")
+    assert system >= 0.05
+    (seconds,) = used["fleetdistill_process_cpu_seconds_total"].values()
+    assert before <= seconds <= user + system

@@ -122,6 +122,27 @@ def test_a_stopped_run_without_rounds_to_go_names_no_start() -> None:
     assert views.run(store, "r").facts["reason"] == "by the operator"
 
 
+def test_a_stopped_run_without_a_last_round_names_a_start() -> None:
+    store = Store.in_memory()
+    store.runs.begin("r", {"run": {"name": "r", "rounds": 0}})
+    store.runs.set_status("r", RunStatus.STOPPED, "by the operator")
+    assert views.run(store, "r").facts["reason"] == "by the operator; to continue: `fleetdistill runs start r`"
+
+
+def test_a_queued_run_shows_its_place_in_the_queue() -> None:
+    store = filled(1)
+    served = Served(queued=("first", "r", "last"))
+    assert views.run(store, "r", served).facts["status"] == "queued (2 of 3)"
+
+
+def test_only_a_revoked_device_is_shown_as_revoked() -> None:
+    store = filled(1)
+    store.credentials.revoke("device:a", "stolen")
+    store.credentials.revoke("operator:b", "left")  # a person of the other device's name
+    rows = views.devices(store, "r").lists["devices"]
+    assert {row["device"]: row["revoked"] for row in rows} == {"a": True, "b": False}
+
+
 @pytest.mark.parametrize("present", [True, False])
 def test_devices_that_are_present_are_told_from_registered(present: bool) -> None:
     store = filled(1)

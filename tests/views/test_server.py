@@ -14,6 +14,7 @@ from support.secured import make_pki
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.revocation import revoke_device, revoke_person
 from fleetdistill_server.service import serve_lock
+from fleetdistill_server.store.operator_calls import Call
 from fleetdistill_server.store.records import Certificate
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
@@ -36,6 +37,19 @@ def test_the_queue_has_the_order_in_which_runs_get_engines(tmp_path: Path) -> No
         view = server(store, tmp_path)
     assert [row["run"] for row in view.lists["queue"]] == ["c", "a", "b"]
     assert view.facts["engines_at_once"] == 1
+    store.close()
+
+
+def test_backups_are_listed_without_refused_calls(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    call = Call("viewer", "vera", "BackUp")
+    store.operator_calls.add(call, "done: 3 payloads")
+    store.operator_calls.add(call, "failed: no space on the disk")
+    for _ in range(20):
+        store.operator_calls.add(call, "refused: FORBIDDEN: a viewer only reads", refused=True)
+    store.operator_calls.add(call, "failed: FORBIDDEN: a viewer only reads", refused=True)
+    listed = server(store, tmp_path).lists["backups"]
+    assert [row["result"] for row in listed] == ["failed: no space on the disk", "done: 3 payloads"]
     store.close()
 
 

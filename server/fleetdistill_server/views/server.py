@@ -173,8 +173,8 @@ def _warning(row: TableRow) -> str:
 
 
 def _backups(store: Store) -> list[TableRow]:
-    calls = store.operator_calls.newest(before=None, call="BackUp", text="", most=2 * _BACKUPS)
-    made = [call for call in calls if not call.result.startswith("refused")][:_BACKUPS]
+    calls = store.operator_calls.newest(before=None, call="BackUp", text="", most=_MOST)
+    made = [call for call in calls if not call.is_refused][:_BACKUPS]
     return [{"at": when(call.at), "result": call.result.partition(": {")[0]} for call in made]
 
 
