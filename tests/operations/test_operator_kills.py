@@ -164,7 +164,7 @@ def test_a_remote_change_and_its_entry_are_in_one_group(
         monkeypatch.setenv(VARIABLE, f"front.commit.{moment}=kill")
         with secured_front(tmp_path / "store", tmp_path / "pki") as front:
             monkeypatch.delenv(VARIABLE)
-            kill_while(["devices", "revoke", "camera-7"], front, olga)
+            kill_while(["devices", "revoke", "camera-7", "--yes"], front, olga)
             assert front.process.returncode == -9
         done = [("RevokeDevice", "done")] if moment == "after" else []
         assert entries(tmp_path / "store") == done

@@ -68,6 +68,7 @@ def run(*words: str, code: int = 0) -> str:
 
 def test_remote_changes_are_stored_with_who_what_where_result(place: Place) -> None:
     there = place.as_("operator-olga")
+    place.store.devices.register(RUN, "camera-7", b"", b"")
     run("devices", "revoke", "camera-7", "--reason", "stolen", *there)
     run("devices", "revoke", "camera-7", *there)
     tokens = run("enrol", "--count", "2", *there).split()
@@ -147,7 +148,7 @@ def test_a_device_is_forgotten_from_another_machine(place: Place) -> None:
 def test_commands_beside_store_are_stored_with_local_user(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "root-of-this")
     here = ["--store", str(place.work / "store")]
-    run("devices", "revoke", "camera-7", *here)
+    run("devices", "revoke", "camera-7", "--yes", *here)
     run("enrol", "--pki", str(place.work / "pki"), *here)
     run("devices", "forget", RUN, "nobody", *here, code=1)
     run("runs", "prune", RUN, "--dry-run", *here)
@@ -170,7 +171,7 @@ def test_a_change_and_its_call_are_one_transaction(place: Place, monkeypatch: py
 
     monkeypatch.setattr(operator_calls.OperatorCalls, "add", fails)
     with pytest.raises(RuntimeError):
-        LocalStore(place.work / "store").revoke("camera-7", "")
+        LocalStore(place.work / "store").revoke("camera-7", "", confirmed=True)
     assert place.store.credentials.revocations() == []
 
 

@@ -250,11 +250,16 @@ def test_wrong_options_of_enrol_are_refused(tmp_path: Path, words: list[str], se
 def test_devices_and_people_are_revoked_by_command(tmp_path: Path) -> None:
     store = prepare_store(tmp_path / "store")
     where = ["--store", tmp_path / "store"]
-    first = fleetdistill("devices", "revoke", "d1", *where, "--reason", "stolen")
+    store.devices.register(RUN, "d2", b"secret", b"")
+    refused = fleetdistill("devices", "revoke", "d22", *where, "--reason", "stolen")
+    assert refused.exit_code == 1
+    assert "device 'd22' has never enrolled or checked in; did you mean 'd2'? `fleetdistill dev" in refused.stderr
+    assert "confirm it with --yes" in refused.stderr
+    assert store.credentials.revocations() == []
+    first = fleetdistill("devices", "revoke", "d1", *where, "--reason", "stolen", "--yes")
     assert first.stdout == "device 'd1' is revoked\n"
     assert "no server is running on the store" in first.stderr
     assert "device 'd1' has never enrolled or checked in" in first.stderr
-    store.devices.register(RUN, "d2", b"secret", b"")
     lock = serve_lock.take(tmp_path / "store", RUN)
     assert fleetdistill("devices", "revoke", "d2", *where).stderr == "", "it is known, and its store is served"
     assert done("devices", "revoke", "d1", *where) == "device 'd1' was already revoked\n"
@@ -262,8 +267,13 @@ def test_devices_and_people_are_revoked_by_command(tmp_path: Path) -> None:
     revoke = ["pki", "revoke", "--pki", tmp_path / "pki", "--role", "viewer", *where, "--name"]
     assert fleetdistill(*revoke, "vera").output == "viewer 'vera' is revoked\n"
     lock.close()
-    said = fleetdistill(*revoke, "vear").stderr
+    wrong = fleetdistill(*revoke, "vear")
+    assert wrong.exit_code == 1
+    assert f"{tmp_path / 'pki'} contains no identity of viewer 'vear'; did you mean 'vera'? To rev" in wrong.stderr
+    assert "confirm it with --yes" in wrong.stderr
+    said = fleetdistill(*revoke, "vear", "--yes").stderr
     assert "contains no identity of viewer 'vear', which may have been issued with --out; the name is revoked" in said
+    assert "viewer 'vear' was already revoked" in done(*revoke, "vear")
     subjects = {"device:d1": "stolen", "device:d2": "", "viewer:vera": "", "viewer:vear": ""}
     assert {revocation.subject: revocation.reason for revocation in store.credentials.revocations()} == subjects
     assert "must be 1 to 64 letters" in error_of("devices", "revoke", "../d1", *where)
@@ -276,6 +286,7 @@ def test_an_operator_works_over_the_network_and_a_viewer_looks(tmp_path: Path) -
     for role, name in ((Role.OPERATOR, "olga"), (Role.VIEWER, "vera")):
         authority.issue_person(role, name, 1.0, tmp_path / name)
     store.runs.start_round(RUN, ["d1"])
+    store.devices.register(RUN, "d2-typ0", b"secret", b"")
     with secured_front(tmp_path / "store", tmp_path / "pki") as front:
         here = ["--server", f"127.0.0.1:{front.port}", "--identity"]
         olga, vera = [*here, tmp_path / "olga"], [*here, tmp_path / "vera"]
@@ -283,10 +294,16 @@ def test_an_operator_works_over_the_network_and_a_viewer_looks(tmp_path: Path) -
         assert '"cohort": 1' in done("runs", "show", RUN, "--json", *vera)
         assert "viewer 'vera' may not revoke a device; an operator may" in error_of("devices", "revoke", "d1", *vera)
         assert "viewer 'vera' may not create enrolment tokens" in error_of("enrol", *vera)
-        assert done("devices", "revoke", "d1", "--reason", "far away", *olga) == "device 'd1' is revoked\n"
-        unknown = fleetdistill("devices", "revoke", "d1-typo", *olga)
+        revoke_d1 = ("devices", "revoke", "d1", "--reason", "far away", "--yes", *olga)
+        assert done(*revoke_d1) == "device 'd1' is revoked\n"
+        mistyped = error_of("devices", "revoke", "d2-typo", *olga)
+        assert "device 'd2-typo' has never enrolled or checked in; did you mean 'd2-typ0'? " in mistyped
+        assert "confirm it with --yes" in mistyped
+        unknown = fleetdistill("devices", "revoke", "d1-typo", "--yes", *olga)
         assert "device 'd1-typo' has never enrolled or checked in, and is revoked anyway" in unknown.stderr
-        stranger = fleetdistill("pki", "revoke", "--role", "viewer", "--name", "vear", *olga)
+        issued_elsewhere = ("pki", "revoke", "--role", "viewer", "--name", "vear", *olga)
+        assert "the server's PKI contains no identity of viewer 'vear'. To revoke" in error_of(*issued_elsewhere)
+        stranger = fleetdistill(*issued_elsewhere, "--yes")
         assert "the server's PKI contains no identity of viewer 'vear'" in stranger.stderr
         revoked = "device 'd1' was revoked, which is permanent; use another name"
         assert revoked in error_of("enrol", "--device", "d1", *olga)

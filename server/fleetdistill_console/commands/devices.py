@@ -47,15 +47,18 @@ def devices_revoke(
     store: StoreOption = DEFAULT_STORE,
     server: ServerOption = None,
     identity: IdentityOption = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Also revoke a device that has never enrolled or checked in.")
+    ] = False,
 ) -> None:
     """Revokes a device permanently, from its next call. Example: fleetdistill devices revoke camera-7"""
     if server is not None:
         with connect(server, identity) as remote:
-            revoked = remote.revoke(device, reason)
+            revoked = remote.revoke(device, reason, confirmed=yes)
     else:
         open_store(store)
         warn_without_server(store)
-        revoked = LocalStore(store).revoke(device, reason)
+        revoked = LocalStore(store).revoke(device, reason, confirmed=yes)
     if not revoked.known:
         text = f"device {device!r} has never enrolled or checked in, and is revoked anyway, permanently. Check the id"
         typer.echo(f"warning: {text}", err=True)

@@ -31,6 +31,7 @@ from fleetdistill_server.security.pki import (
     rotate_authority,
 )
 from fleetdistill_server.security.revocation import (
+    check_known_person,
     check_not_revoked,
     check_rotation,
     has_person,
@@ -160,7 +161,7 @@ def pki_revoke(
     identity: IdentityOption = None,
     yes: Annotated[
         bool,
-        typer.Option("--yes", help="Also revoke yourself, or the last operator in the PKI's directory."),
+        typer.Option("--yes", help="Also revoke yourself, the PKI's last operator, or a person unknown to the PKI."),
     ] = False,
 ) -> None:
     """Revokes an operator or viewer permanently. Example: fleetdistill pki revoke --role viewer --name alice"""
@@ -170,7 +171,7 @@ def pki_revoke(
         raise ConfigurationError(f"--name is {name!r}, must be {NAME_RULE}")
     if server is not None:
         with connect(server, identity) as remote:
-            revoked = remote.revoke_person(role, name, reason, own=yes)
+            revoked = remote.revoke_person(role, name, reason, confirmed=yes)
         known = revoked.known
     else:
         warn_without_server(store)
@@ -180,6 +181,8 @@ def pki_revoke(
                 f"{name!r} is the last operator in {pki} who is not revoked; create another one with "
                 "`fleetdistill pki issue --role operator`, or confirm with --yes"
             )
+        if not yes:
+            check_known_person(opened, pki, role, name, str(pki))
         revoked = LocalStore(store).revoke_person(role, name, reason)
         known = has_person(pki, role, name)
     typer.echo(f"{role} {name!r} {'is revoked' if revoked.changed else 'was already revoked'}")

@@ -30,7 +30,14 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.operator_log import OperatorLog
 from fleetdistill_server.security.certificates import Holder
 from fleetdistill_server.security.pki import Authority
-from fleetdistill_server.security.revocation import Revoked, has_person, revoke_device, revoke_person
+from fleetdistill_server.security.revocation import (
+    Revoked,
+    check_known_device,
+    check_known_person,
+    has_person,
+    revoke_device,
+    revoke_person,
+)
 from fleetdistill_server.security.tokens import create_tokens, token_bytes
 from fleetdistill_server.service.run_changes import RunState
 from fleetdistill_server.service.wakeups import POLL_SECONDS
@@ -119,11 +126,8 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         self, request: operations_pb2.RevokePersonRequest, context: Any
     ) -> operations_pb2.RevokePersonResponse:
         call = call_of(context, "RevokePerson", request)
-        changed = await in_pool(
-            self._pool,
-            context,
-            partial(self._log.commit, call, partial(_revoke_person, request, holder_in(context)), Outcome),
-        )
+        revoke = partial(_revoke_person, request, holder_in(context), self._pki)
+        changed = await in_pool(self._pool, context, partial(self._log.commit, call, revoke, Outcome))
         known = has_person(self._pki, request.role, request.name)
         return operations_pb2.RevokePersonResponse(changed=changed, known=known)
 
@@ -248,6 +252,8 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
             return read(self._store, self._directory, query)
 
     def _revoke(self, request: operations_pb2.RevokeDeviceRequest, call: Call) -> operations_pb2.RevokeDeviceResponse:
+        if not request.confirmed:  # before the transaction, because a search among many ids takes seconds
+            self._log.unless_failed(call, partial(_check_known_device, request, self._store))
         revoked = self._log.commit(call, partial(_revoke_device, request), lambda done: Outcome(done.changed))
         return operations_pb2.RevokeDeviceResponse(changed=revoked.changed, known=revoked.known)
 
@@ -349,19 +355,26 @@ def pages(messages: Iterable[T], max_bytes: int, most: int = MAX_CHANGES) -> Ite
         yield page
 
 
+def _check_known_device(request: operations_pb2.RevokeDeviceRequest, store: Store) -> None:
+    with _bad_message():
+        check_known_device(store, request.device)
+
+
 def _revoke_device(request: operations_pb2.RevokeDeviceRequest, store: Store) -> Revoked:
     with _bad_message():
         return revoke_device(store, request.device, request.reason)
 
 
-def _revoke_person(request: operations_pb2.RevokePersonRequest, caller: Holder | None, store: Store) -> bool:
-    """Revokes a person. The caller stays an operator, unless it asked for its own revocation."""
+def _revoke_person(request: operations_pb2.RevokePersonRequest, caller: Holder | None, pki: Path, store: Store) -> bool:
+    """Revokes a person. The caller stays an operator, unless it confirmed its own revocation."""
     if caller is not None and store.credentials.is_revoked(*caller.subjects):  # in the meantime, by another operator
         raise RefusedError(Code.REVOKED, f"{caller.role} {caller.name[:64]!r} was revoked; contact the operator")
-    if caller is not None and (request.role, request.name) == (caller.role, caller.name) and not request.own:
+    if caller is not None and (request.role, request.name) == (caller.role, caller.name) and not request.confirmed:
         text = f"operator {caller.name!r} would revoke itself and could not undo it"
         raise RefusedError(Code.BAD_MESSAGE, f"{text}; confirm it with --yes, or let another operator do it")
     with _bad_message():
+        if not request.confirmed:
+            check_known_person(store, pki, request.role, request.name, "the server's PKI")
         return revoke_person(store, request.role, request.name, request.reason)
 
 

@@ -90,22 +90,23 @@ class OperatorClient(Source):
                 # A newer server may send kinds of changes that this version does not support.
                 yield [{"kind": kind, **_row(getattr(one, kind))} for kind, one in result if kind]
 
-    def revoke(self, device: str, reason: str) -> Revoked:
+    def revoke(self, device: str, reason: str, *, confirmed: bool = False) -> Revoked:
         """Revokes a device permanently."""
-        reply = self._call("RevokeDevice", operations_pb2.RevokeDeviceRequest(device=device, reason=reason))
+        request = operations_pb2.RevokeDeviceRequest(device=device, reason=reason, confirmed=confirmed)
+        reply = self._call("RevokeDevice", request)
         return Revoked(reply.changed, reply.known)
 
     def forget(self, run: str, device: str) -> bool:
         """Deletes a device's contributions to a run; returns whether that is done. If not, the server does it soon."""
         return bool(self._call("ForgetDevice", operations_pb2.ForgetDeviceRequest(run=run, device=device)).forgotten)
 
-    def revoke_person(self, role: str, name: str, reason: str, *, own: bool = False) -> Revoked:
+    def revoke_person(self, role: str, name: str, reason: str, *, confirmed: bool = False) -> Revoked:
         """Revokes an operator or viewer permanently."""
-        request = operations_pb2.RevokePersonRequest(role=role, name=name, reason=reason, own=own)
+        request = operations_pb2.RevokePersonRequest(role=role, name=name, reason=reason, confirmed=confirmed)
         try:
             reply = self._call("RevokePerson", request)
         except RefusedError as refusal:
-            if own and refusal.code == Code.REVOKED:  # the caller itself: its certificate no longer admits the answer
+            if confirmed and refusal.code == Code.REVOKED:  # the caller itself: its certificate admits no answer now
                 return Revoked(changed=True, known=True)
             raise
         return Revoked(reply.changed, reply.known)

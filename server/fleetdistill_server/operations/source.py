@@ -13,7 +13,7 @@ from pathlib import Path
 from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill_server.intake.operator_log import OperatorLog, local_call, local_log, local_user
 from fleetdistill_server.security.pki import Authority
-from fleetdistill_server.security.revocation import Revoked, revoke_device, revoke_person
+from fleetdistill_server.security.revocation import Revoked, check_known_device, revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens, enrol_port_for_tokens
 from fleetdistill_server.service.creation import NewRun, create_checked
 from fleetdistill_server.service.run_changes import RunState, change, delete, roll_back
@@ -75,8 +75,17 @@ class Source(ABC):
         """Yields the changes in a run until it ends, as dictionaries whose `kind` is run, round, step or event."""
 
     @abstractmethod
-    def revoke(self, device: str, reason: str) -> Revoked:
-        """Revokes a device permanently."""
+    def revoke(self, device: str, reason: str, *, confirmed: bool = False) -> Revoked:
+        """Revokes a device permanently.
+
+        Args:
+            device: Id of the device.
+            reason: Reason, which is stored.
+            confirmed: Whether a device that has never enrolled or checked in is revoked too.
+
+        Raises:
+            ConfigurationError: The device is unknown, and `confirmed` is false (of a server: RefusedError).
+        """
 
     @abstractmethod
     def forget(self, run: str, device: str) -> bool:
@@ -131,14 +140,14 @@ class Source(ABC):
         """Creates and returns enrolment tokens, which are valid for `seconds`, for one run or (empty) for all."""
 
     @abstractmethod
-    def revoke_person(self, role: str, name: str, reason: str, *, own: bool = False) -> Revoked:
+    def revoke_person(self, role: str, name: str, reason: str, *, confirmed: bool = False) -> Revoked:
         """Revokes an operator or viewer permanently.
 
         Args:
             role: `operator` or `viewer`.
             name: Name in the person's certificate.
             reason: Reason, which is stored.
-            own: Whether the caller may be revoked itself.
+            confirmed: Whether the caller itself, or a person without an identity in the PKI, may be revoked.
         """
 
     def operators(self, *, before: int | None = None, call: str = "", text: str = "", most: int = 200) -> View:
@@ -312,9 +321,11 @@ class LocalStore(Source):
         """Yields the changes in a run until it ends."""
         return follow(self._store, run)
 
-    def revoke(self, device: str, reason: str) -> Revoked:
+    def revoke(self, device: str, reason: str, *, confirmed: bool = False) -> Revoked:
         """Revokes a device permanently."""
         call = local_call("RevokeDevice", {"device": device, "reason": reason})
+        if not confirmed:
+            self._log.unless_failed(call, lambda: check_known_device(self._store, device))
         return self._log.commit(
             call, lambda store: revoke_device(store, device, reason), lambda revoked: Outcome(revoked.changed)
         )
@@ -330,8 +341,8 @@ class LocalStore(Source):
             lambda done: Outcome(),
         )
 
-    def revoke_person(self, role: str, name: str, reason: str, *, own: bool = False) -> Revoked:
-        """Revokes an operator or viewer permanently; whether the PKI knows the person, a local caller sees itself."""
+    def revoke_person(self, role: str, name: str, reason: str, *, confirmed: bool = False) -> Revoked:
+        """Revokes an operator or viewer permanently; whether the PKI knows the person, a local caller checks itself."""
         call = local_call("RevokePerson", {"role": role, "name": name, "reason": reason})
         changed = self._log.commit(call, lambda store: revoke_person(store, role, name, reason), Outcome)
         return Revoked(changed, known=True)

@@ -15,7 +15,7 @@ from cryptography.exceptions import InvalidSignature
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.link.credentials import IDENTITY, split
-from fleetdistill.names import NAME_RULE, is_name
+from fleetdistill.names import NAME_RULE, did_you_mean, is_name
 from fleetdistill_server.security.certificates import Holder, Role, holder_of
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.store.store import Store
@@ -42,6 +42,39 @@ def has_person(pki: Path, role: str, name: str) -> bool:
     return (pki / f"{role}-{name}" / IDENTITY).exists()
 
 
+def check_known_device(store: Store, device: str) -> None:
+    """Raises ConfigurationError if a device has never enrolled or checked in, and is not revoked yet."""
+    _check_id(device)
+    if store.credentials.has_device(device) or store.credentials.is_revoked(f"{Role.DEVICE}:{device}"):
+        return
+    meant = did_you_mean(device, store.credentials.device_ids())
+    raise ConfigurationError(
+        f"device {device!r} has never enrolled or checked in{meant or ';'} `fleetdistill devices` lists those that "
+        "checked in. To revoke an id in advance, permanently, confirm it with --yes"
+    )
+
+
+def check_known_person(store: Store, pki: Path, role: str, name: str, place: str) -> None:
+    """Raises ConfigurationError if the PKI contains no identity of a person who is not revoked yet.
+
+    Args:
+        store: The server's store.
+        pki: Directory of the PKI.
+        role: `operator` or `viewer`.
+        name: Name of the person.
+        place: What to call the PKI.
+    """
+    _check_person(role, name)
+    if has_person(pki, role, name) or store.credentials.is_revoked(f"{role}:{name}"):
+        return
+    people = [path.parent.name.removeprefix(f"{role}-") for path in pki.glob(f"{role}-*/{IDENTITY}")]
+    meant = did_you_mean(name, people)
+    raise ConfigurationError(
+        f"{place} contains no identity of {role} {name!r}{meant or '.'} To revoke a name in advance, or one whose "
+        "identity was issued with --out, permanently, confirm it with --yes"
+    )
+
+
 def check_not_revoked(store: Store, role: str, name: str) -> None:
     """Raises ConfigurationError if a device or person was revoked, which cannot be undone."""
     if store.credentials.is_revoked(f"{role}:{name}"):
@@ -54,10 +87,7 @@ def revoke_person(store: Store, role: str, name: str, reason: str) -> bool:
     Raises:
         ConfigurationError: The role is not operator or viewer, or the name is invalid.
     """
-    if role not in (Role.OPERATOR, Role.VIEWER):
-        raise ConfigurationError(f"role is {role[:70]!r}, must be operator or viewer")
-    if not is_name(name):
-        raise ConfigurationError(f"name is {name[:70]!r}, must be {NAME_RULE}")
+    _check_person(role, name)
     return store.credentials.revoke(f"{role}:{name}", reason[:_MAX_REASON])
 
 
@@ -72,8 +102,7 @@ def revoke_device(store: Store, device: str, reason: str) -> Revoked:
     Raises:
         ConfigurationError: `device` is not a valid device id.
     """
-    if not is_name(device):
-        raise ConfigurationError(f"device id is {device[:70]!r}, must be {NAME_RULE}")
+    _check_id(device)
     with store.transaction():
         known = store.credentials.has_device(device)
         if not store.credentials.revoke(f"{Role.DEVICE}:{device}", reason[:_MAX_REASON]):
@@ -143,6 +172,18 @@ def is_last_operator(pki: Path, store: Store, name: str) -> bool:
     known = {holder.name for holder, _ in _identities(pki) if holder.role is Role.OPERATOR}
     valid = {item for item in known if not store.credentials.is_revoked(f"{Role.OPERATOR}:{item}", "")}
     return valid == {name}
+
+
+def _check_id(device: str) -> None:
+    if not is_name(device):
+        raise ConfigurationError(f"device id is {device[:70]!r}, must be {NAME_RULE}")
+
+
+def _check_person(role: str, name: str) -> None:
+    if role not in (Role.OPERATOR, Role.VIEWER):
+        raise ConfigurationError(f"role is {role[:70]!r}, must be operator or viewer")
+    if not is_name(name):
+        raise ConfigurationError(f"name is {name[:70]!r}, must be {NAME_RULE}")
 
 
 def _old_devices(store: Store, authority: x509.Certificate) -> Iterator[str]:

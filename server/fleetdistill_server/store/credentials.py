@@ -41,6 +41,11 @@ class Credentials:
         sql = "SELECT 1 FROM certificates WHERE device = ? UNION ALL SELECT 1 FROM devices WHERE device = ? LIMIT 1"
         return self._db.exists(sql, device, device)
 
+    def device_ids(self) -> list[str]:
+        """Returns the ids of all devices that have enrolled or have checked in to any run."""
+        rows = self._db.rows("SELECT device FROM certificates UNION SELECT device FROM devices ORDER BY device")
+        return [row["device"] for row in rows]
+
     def revoke_tokens(self, prefix: str) -> int:
         """Revokes the unused tokens whose hash begins with these hex digits; returns their number."""
         with self._db.transaction():

@@ -329,19 +329,23 @@ class RevokeDeviceRequest(_message.Message):
 
     DEVICE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    CONFIRMED_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """Device id."""
     reason: _builtins.str
     """Reason, at most 512 characters; it is stored."""
+    confirmed: _builtins.bool
+    """Whether a device that has never enrolled or checked in is revoked too; otherwise such a request is rejected."""
     def __init__(
         self,
         *,
         device: _builtins.str = ...,
         reason: _builtins.str = ...,
+        confirmed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmed", b"confirmed", "device", b"device", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -885,26 +889,28 @@ class RevokePersonRequest(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    OWN_FIELD_NUMBER: _builtins.int
+    CONFIRMED_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """operator or viewer."""
     name: _builtins.str
     """Name in the certificate."""
     reason: _builtins.str
     """Reason, at most 512 characters; it is stored."""
-    own: _builtins.bool
-    """Whether the caller may be revoked itself; otherwise such a request is rejected."""
+    confirmed: _builtins.bool
+    """Whether the caller itself, or a person without an identity in the server's PKI, may be revoked; otherwise such a
+    request is rejected.
+    """
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         name: _builtins.str = ...,
         reason: _builtins.str = ...,
-        own: _builtins.bool = ...,
+        confirmed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "own", b"own", "reason", b"reason", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmed", b"confirmed", "name", b"name", "reason", b"reason", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
