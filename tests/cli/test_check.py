@@ -261,11 +261,11 @@ def test_more_space_to_keep_free_than_there_is_is_told(tmp_path: Path) -> None:
 
 def test_a_store_beyond_its_budget_is_told(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "file").write_bytes(bytes(2000))
-    code, said = check(write(tmp_path, server_disk_budget_bytes=1000))
+    (tmp_path / "store" / "file").write_bytes(bytes(6_000_000))
+    code, said = check(write(tmp_path, server_disk_budget_bytes=5_000_000))
     assert (code, len(said)) == (1, 1)
-    assert said[0].startswith("error: the store has 2.0 kB, so uploads are refused: run `fleetdistill runs prune RUN`")
-    assert said[0].endswith("or raise [server] disk_budget_bytes, which is 1.0 kB")
+    assert said[0].startswith("error: the store has 6.00 MB, so uploads are refused: run `fleetdistill runs prune RUN`")
+    assert said[0].endswith("or raise [server] disk_budget_bytes, which is 5.00 MB")
 
 
 @pytest.mark.parametrize("wrong", ["another CA", "expired", "later"])

@@ -168,11 +168,13 @@ def test_a_missing_pki_and_plain_text_for_everyone_are_named(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("changes", "setting"), [({"keep_free_bytes": 1 << 60}, "keep_free_bytes"), ({"disk_budget_bytes": 1}, "budget")]
+    ("changes", "setting"),
+    [({"keep_free_bytes": 1 << 60}, "keep_free_bytes"), ({"disk_budget_bytes": 5_000_000}, "budget")],
 )
 def test_a_full_disk_is_named_with_the_limit(
     store: Store, tmp_path: Path, changes: dict[str, int], setting: str
 ) -> None:
+    (tmp_path / "store" / "payload").write_bytes(bytes(5_000_000))
     (error,) = said(write_config(tmp_path, **changes))
     assert error.startswith("disk: ")
     assert setting in error
@@ -180,14 +182,17 @@ def test_a_full_disk_is_named_with_the_limit(
 
 
 def test_the_running_server_is_judged_not_the_edited_file(store: Store, tmp_path: Path) -> None:
-    path = write_config(tmp_path, disk_budget_bytes=1000)
+    (tmp_path / "store" / "payload").write_bytes(bytes(5_000_000))
+    path = write_config(tmp_path, disk_budget_bytes=5_000_000)
     (tmp_path / "store" / serve_lock.SERVED_FILE).write_bytes(path.read_bytes())
-    path.write_text(path.read_text().replace("_bytes = 1000\n", "_bytes = 1000000000\n"))
+    path.write_text(path.read_text().replace("_bytes = 5000000\n", "_bytes = 1000000000\n"))
     with serve_lock.take(tmp_path / "store", "digits"):
         (error,) = [item for item in said(path) if item.startswith("disk: ")]
         (warning,) = said(path, "warning")
-    assert error.endswith("exceeds [server] disk_budget_bytes = 1.0 kB; raise it, or run `fleetdistill runs prune RUN`")
-    had = "[server] disk_budget_bytes = 1000, not 1000000000"
+    assert error.endswith(
+        "exceeds [server] disk_budget_bytes = 5.00 MB; raise it, or run `fleetdistill runs prune RUN`"
+    )
+    had = "[server] disk_budget_bytes = 5000000, not 1000000000"
     assert warning == f"settings: the running server has {had}; restart it to change this"
     assert not [item for item in said(path) if item.startswith("disk: ")], "no server runs, so the file counts"
 
@@ -201,6 +206,7 @@ def test_the_server_of_another_run_does_not_use_this_file(store: Store, tmp_path
 
 def test_a_store_that_nearly_fills_its_budget_is_a_warning(store: Store, tmp_path: Path) -> None:
     store.close()
+    (tmp_path / "store" / "payload").write_bytes(bytes(5_000_000))
     used = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*") if path.is_file())
     path = write_config(tmp_path, disk_budget_bytes=used * 100 // 95)
     assert said(path) == []

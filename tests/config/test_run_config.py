@@ -220,6 +220,18 @@ def test_a_port_out_of_range_is_told_the_range(setting: str) -> None:
     )
 
 
+def test_a_budget_below_the_database_alone_is_refused() -> None:
+    assert refusal(with_setting("server", "disk_budget_bytes", 4_999_999)) == (
+        "[server]: disk_budget_bytes is 4999999, must be 0 for no limit or at least 5000000: SQLite's log alone "
+        "grows to 4.1 MB, and uploads would be refused then; add the size of the run's payloads"
+    )
+    for budget in (0, 5_000_000):
+        assert run_config(with_setting("server", "disk_budget_bytes", budget)).server.disk_budget_bytes == budget
+    with_postgres = with_setting("server", "database", "postgresql://host/fleetdistill")
+    with_postgres["server"]["disk_budget_bytes"] = 1
+    assert run_config(with_postgres).server.disk_budget_bytes == 1
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "[::]:50051", "fleet.example.org:65535"])
 def test_an_address_with_a_port_is_taken(address: str) -> None:
     assert run_config(with_setting("server", "listen", address)).server.listen == address

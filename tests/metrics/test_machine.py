@@ -65,9 +65,9 @@ def test_an_engine_that_does_not_run_has_no_phase(tmp_path: Path) -> None:
 
 
 def test_the_limits_of_the_disk_are_those_of_the_settings(tmp_path: Path) -> None:
-    result = collected(ServerSection(store=str(tmp_path), keep_free_bytes=3, disk_budget_bytes=5))
+    result = collected(ServerSection(store=str(tmp_path), keep_free_bytes=3, disk_budget_bytes=5_000_000))
     assert result["fleetdistill_disk_keep_free_bytes"] == {(): 3}
-    assert result["fleetdistill_disk_budget_bytes"] == {(): 5}
+    assert result["fleetdistill_disk_budget_bytes"] == {(): 5_000_000}
 
 
 def test_the_size_of_the_store_and_the_free_space_of_its_disk(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def test_a_process_that_does_not_run_is_a_problem(
         ("keep_free_bytes = 0", ""),
         ("keep_free_bytes = 0\ndisk_budget_bytes = 1000000000000", ""),
         (
-            "keep_free_bytes = 0\ndisk_budget_bytes = 1000",
-            "`fleetdistill runs prune RUN`, or raise [server] disk_budget_bytes, which is 1.0 kB",
+            "keep_free_bytes = 0\ndisk_budget_bytes = 5000000",
+            "`fleetdistill runs prune RUN`, or raise [server] disk_budget_bytes, which is 5.00 MB",
         ),
         (
             "keep_free_bytes = 1000000000000000000",
@@ -70,6 +70,7 @@ def test_a_process_that_does_not_run_is_a_problem(
 )
 def test_a_limit_of_the_disk_that_is_reached_is_a_problem(tmp_path: Path, settings: str, says: str) -> None:
     store = Store.open(tmp_path)
+    (tmp_path / "payload").write_bytes(bytes(5_000_000))
     (tmp_path / serve_lock.SERVED_FILE).write_text(f"[server]\n{settings}\n")
     with serve_lock.take(tmp_path, ""):
         result = problems(store, tmp_path)

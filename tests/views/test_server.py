@@ -111,9 +111,9 @@ def test_an_expired_certificate_of_the_server_is_a_problem(tmp_path: Path) -> No
 
 def test_the_limits_of_the_disk_are_those_that_the_server_has(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    (tmp_path / serve_lock.SERVED_FILE).write_text("[server]\nkeep_free_bytes = 3\ndisk_budget_bytes = 5\n")
+    (tmp_path / serve_lock.SERVED_FILE).write_text("[server]\nkeep_free_bytes = 3\ndisk_budget_bytes = 5000000\n")
     facts = server(store, tmp_path).facts
-    assert (facts["keep_free"], facts["disk_budget"]) == (3, 5)
+    assert (facts["keep_free"], facts["disk_budget"]) == (3, 5_000_000)
     store.close()
 
 

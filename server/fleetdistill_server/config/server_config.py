@@ -21,6 +21,8 @@ __all__ = ["ServerSection"]
 ENROL_PORT = 50052
 """Default port for enrolment."""
 _LAST_PORT = 65_535
+_MIN_BUDGET = 5_000_000
+"""Smallest `disk_budget_bytes` with SQLite: its log has 4.1 MB, the rest of 40 rounds with one device 0.4 MB."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,10 @@ class ServerSection(Section):
     data_directories: list[str] = ["."]  # noqa: RUF012  (pydantic copies it)
 
     @model_validator(mode="after")
-    def _check_urls(self) -> ServerSection:  # of the section, whose errors do not show a value with a password
+    def _check_storage(self) -> ServerSection:  # of the section, whose errors do not show a value with a password
         _check_database(self.database)
         _check_blobs(self.blobs)
+        _check_budget(self.disk_budget_bytes, self.database)
         return self
 
     def tls(self) -> Tls | None:
@@ -127,6 +130,14 @@ def _check_blobs(url: str) -> None:
         raise ValueError("blobs must not contain keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
     if url and not (parts.scheme == "s3" and parts.netloc and parts.path.strip("/")):
         raise ValueError("blobs must be s3://bucket/prefix, or empty for files in the store's directory")
+
+
+def _check_budget(budget: int, database: str) -> None:
+    if not database and 0 < budget < _MIN_BUDGET:
+        raise ValueError(
+            f"disk_budget_bytes is {budget}, must be 0 for no limit or at least {_MIN_BUDGET}: SQLite's log alone "
+            "grows to 4.1 MB, and uploads would be refused then; add the size of the run's payloads"
+        )
 
 
 class ServerConfig(BaseModel):
