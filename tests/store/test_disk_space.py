@@ -20,7 +20,7 @@ from support.processes import PATIENCE_SECONDS
 from support.record_schema import DEVICES, RUN, recorded_config
 from support.wire_samples import in_pieces, make_contract, make_identity, make_payload, make_profile
 
-from fleetdistill.errors import NoSpaceError
+from fleetdistill.errors import NoSpaceError, RefusedError
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort
@@ -194,6 +194,24 @@ def test_refusing_is_told_once_and_again_after_it_was_over(sender: Sender) -> No
         sender.begin("d1", LARGE)
     assert len(sender.events()) == 2
     assert sender.events()[0].startswith("uploads are refused: storing ")
+
+
+def test_the_disk_is_to_blame_for_an_answer_past_its_deadline(sender: Sender) -> None:
+    """The device answered in time: it is neither late nor left out of later rounds."""
+    store = sender.store
+    for _ in range(2):
+        with pytest.raises(NoSpaceError):
+            sender.begin("d1", LARGE)
+    finish(sender.begin("d2"))
+    store.asks.expire("digits", 1e12)
+    assert [row.device for row in store.history.events("digits", "no-space")] == ["", "d1"]
+    assert store.history.events("digits", "late") == []
+    with pytest.raises(RefusedError, match=r"no longer accepts answers \(refused: no space on the disk\)"):
+        sender.begin("d1", LARGE)
+    store.runs.close_short_round("digits", 1, "too few")
+    device = store.devices.get("digits", "d1")
+    assert device is not None
+    assert device.late_rounds == 0
 
 
 def test_the_floor_is_of_the_file_system(sender: Sender, tmp_path: Path) -> None:

@@ -501,6 +501,24 @@ def test_asks_past_their_deadline_are_closed_with_an_event_each(store: Store) ->
     )
 
 
+def test_an_answer_without_disk_space_is_not_called_late(store: Store) -> None:
+    full, taken = (ask_devices(store, device, deadline_at=100.0)[0] for device in ("full", "taken"))
+    for ask in (full, taken):
+        store.asks.note_no_space(ask)
+    accept(store, taken)
+    store.asks.note_no_space(taken)
+    store.asks.expire(RUN, 150.0)
+    states = {ask.device: (ask.status, ask.reason) for ask in store.asks.of_step(RUN, 1, 1)}
+    assert states == {"full": ("out", "refused: no space on the disk"), "taken": ("answered", "")}
+    assert store.history.events(RUN, "late") == []
+    (event,) = store.history.events(RUN, "no-space")
+    assert (event.round, event.device) == (1, "full")
+    assert event.text == (
+        "the answer of full to step 'train' was refused because the disk had no space, and its deadline has passed; "
+        "the device drops out of the round"
+    )
+
+
 # --- what happened
 
 

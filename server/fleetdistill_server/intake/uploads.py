@@ -34,7 +34,7 @@ from fleetdistill_server.store.disk_space import DiskSpace
 from fleetdistill_server.store.group_commit import Commit
 from fleetdistill_server.store.records import Ask, Device, Upload
 from fleetdistill_server.store.retention import drop_unneeded
-from fleetdistill_server.store.states import DEADLINE_PASSED, AskStatus
+from fleetdistill_server.store.states import DEADLINE_PASSED, NO_SPACE, AskStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted, counted, tensor_bytes
 
@@ -213,6 +213,8 @@ class Uploads:
         try:
             reserved = self.space.reserve(key, size)
         except NoSpaceError as error:
+            if ask.reason != NO_SPACE:
+                self._commit(lambda store: store.asks.note_no_space(ask.id))
             if not self._no_space:
                 self._no_space, text = True, f"uploads are refused: {error}"
                 self._commit(lambda store: store.history.add_event(run, "no-space", text, number=ask.round))

@@ -12,7 +12,7 @@ from fleetdistill_server.store.database import Database, Row
 from fleetdistill_server.store.deletions import COUNT
 from fleetdistill_server.store.history import History, about_ask
 from fleetdistill_server.store.records import ASK_COLUMNS, UPLOAD_COLUMNS, Accepted, Ask, Upload, Work
-from fleetdistill_server.store.states import DEADLINE_PASSED, AskStatus, UploadStatus
+from fleetdistill_server.store.states import DEADLINE_PASSED, NO_SPACE, AskStatus, UploadStatus
 from fleetdistill_server.store.sums import Sums
 from fleetdistill_server.texts import shorten
 
@@ -160,6 +160,8 @@ class Asks:
     def expire(self, run: str, now: float) -> list[Ask]:
         """Closes the open asks whose deadline has passed, adds an event for each, and returns them.
 
+        The event of an answer that was refused for want of disk space is `no-space`, since its device was not late.
+
         Args:
             run: Name of the run.
             now: Time of `clock`, in seconds since 1970.
@@ -170,10 +172,20 @@ class Asks:
         with self._db.transaction():
             late = self._asks(f"SELECT * {of_late}", run, now)
             for ask in late:
+                if ask.reason == NO_SPACE:
+                    self.close(ask.id, NO_SPACE)
+                    text = f"the answer of {ask.device} to step {ask.step!r} was refused because the disk had no "
+                    text += "space, and its deadline has passed; the device drops out of the round"
+                    self._history.add_event(run, "no-space", text, **about_ask(ask))
+                    continue
                 self.close(ask.id, DEADLINE_PASSED)
                 text = f"{ask.device} did not answer step {ask.step!r} before its deadline"
                 self._history.add_event(run, "late", text, **about_ask(ask))
         return late
+
+    def note_no_space(self, ask: int) -> None:
+        """Notes that the answer to an open ask was refused for want of disk space."""
+        self._db.write("UPDATE asks SET reason = ? WHERE id = ? AND status = 'open'", NO_SPACE, ask)
 
     def end_step(self, run: str, number: int, step_number: int, enough: int, among: Sequence[str]) -> bool:
         """Closes the open asks of a step once it has enough answers; returns False until then.
@@ -306,7 +318,7 @@ class Asks:
 
 
 _TAKE_ANSWER = (
-    "UPDATE asks SET status = 'answered' WHERE id = ? AND status = 'open' "
+    "UPDATE asks SET status = 'answered', reason = NULL WHERE id = ? AND status = 'open' "
     f"RETURNING round, step, step_number, device, {COUNT} AS deletions"
 )
 

@@ -101,6 +101,8 @@ QUEUED, WAITING, IDLE = "queued", "waiting for devices", "idle"
 """What people are shown of an active run that waits: for an engine, for devices, or for a change of its devices."""
 DEADLINE_PASSED = "deadline passed"
 """Reason stored for an ask that was not answered before its deadline."""
+NO_SPACE = "refused: no space on the disk"
+"""Reason stored for an ask whose answer was refused for want of disk space; it stays if the deadline passes so."""
 STALENESS = "staleness"
 """Figure of a round: by device, how many rounds old the ask was that its answer belongs to."""
 MAX_STALENESS = 1000
