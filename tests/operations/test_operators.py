@@ -247,6 +247,28 @@ def test_an_operator_revokes_itself_only_with_yes(place: Place) -> None:
     )
 
 
+@pytest.mark.parametrize("loss", ["missing", "damaged"])
+def test_a_run_whose_checkpoint_is_lost_is_not_started(place: Place, loss: str) -> None:
+    here, there = ["--store", str(place.work / "store")], place.as_("operator-olga")
+    store = place.store
+    store.runs.set_keep_checkpoints(RUN, 2)
+    states = [store.blobs.put_state(content) for content in (b"one", b"two")]
+    for state in states:
+        store.runs.close_round(RUN, store.runs.start_round(RUN, ["d1"]), state, [], {})
+    run("runs", "stop", RUN, *here)
+    file = place.work / "store" / "blobs" / states[1].hex()[:2] / f"{states[1].hex()}.safetensors"
+    file.unlink()
+    if loss == "damaged":
+        file.write_bytes(b"other")
+    back = f"`fleetdistill runs rollback {RUN} --to 1` returns to the newest one before it"
+    for where in (here, there):
+        said = run("runs", "start", RUN, *where, code=1)
+        assert states[1].hex() in said
+        assert back in said
+    assert store.runs.existing(RUN).status == RunStatus.STOPPED
+    assert [row["result"].partition(":")[0] for row in place.calls()[:2]] == ["refused", "failed"]
+
+
 def test_the_last_operator_of_the_pki_is_revoked_only_with_yes(place: Place) -> None:
     here = ["--store", str(place.work / "store"), "--pki", str(place.work / "pki")]
     words = ["pki", "revoke", "--role", "operator", *here, "--name"]

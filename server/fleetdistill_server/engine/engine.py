@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fleetdistill.errors import DamagedError, KnowledgeError, QuorumNotReached, RunError
+from fleetdistill.errors import KnowledgeError, QuorumNotReached, RunError
 from fleetdistill.seeds import derive_seed
 from fleetdistill.state import failpoints
 from fleetdistill.state.state_file import pack_state, unpack_state
@@ -40,7 +40,7 @@ from fleetdistill_server.service.wakeups import POLL_SECONDS, Waker
 from fleetdistill_server.store.back_off import available
 from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.retention import drop_unneeded, free_after_round
-from fleetdistill_server.store.rollback import way_back
+from fleetdistill_server.store.rollback import read_checkpoint
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted
@@ -240,10 +240,7 @@ class Engine:
                 self._store.runs.assert_owner(self._name, self.token)
                 self._store.secure_state(checkpoint, state)
                 self._store.runs.set_checkpoint(self._name, checkpoint)
-        try:
-            state = self._store.blobs.get_state(checkpoint)
-        except DamagedError as damage:  # the run stops with this reason
-            raise DamagedError(checkpoint, f"{damage}; {way_back(self._store, self._name, checkpoint)}") from damage
+        state = read_checkpoint(self._store, self._name, checkpoint)  # the run stops with the reason of an error
         self.method.load_state_dict(unpack_state(state))
         self._checkpoint = checkpoint
 

@@ -201,6 +201,8 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         call = call_of(context, "ChangeRun", request)
         change = partial(operator_jobs.change, request=request, who=call.who)
         work = partial(self._log.commit, call, change, lambda state: Outcome(text=state.sentence))
+        check = partial(operator_jobs.check_checkpoint, self._store, request)
+        await in_pool(self._pool, context, partial(self._log.unless_failed, call, check))
         return operations_pb2.ChangeRunResponse(run=_message_of(await in_pool(self._pool, context, work)))
 
     async def DeleteRun(

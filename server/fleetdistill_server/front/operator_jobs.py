@@ -64,6 +64,13 @@ def create(
         return create_checked(directory, run, call, ended)
 
 
+def check_checkpoint(store: Store, request: operations_pb2.ChangeRunRequest) -> None:
+    """Checks that a run that is to be started can go on from its checkpoint."""
+    _check_known(store, request.run)
+    with _refusals():
+        run_changes.check_checkpoint(store, request.run, request.status)
+
+
 def change(store: Store, request: operations_pb2.ChangeRunRequest, who: str) -> RunState:
     """Starts, pauses, stops or cancels a run; not the last while devices of a run in progress are to be forgotten."""
     run = request.run

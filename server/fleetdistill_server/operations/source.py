@@ -16,7 +16,7 @@ from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.security.revocation import Revoked, check_known_device, revoke_device, revoke_person
 from fleetdistill_server.security.tokens import create_tokens, enrol_port_for_tokens
 from fleetdistill_server.service.creation import NewRun, create_checked
-from fleetdistill_server.service.run_changes import RunState, change, delete, roll_back
+from fleetdistill_server.service.run_changes import RunState, change, check_checkpoint, delete, roll_back
 from fleetdistill_server.service.serve_lock import is_served
 from fleetdistill_server.store.backup import BackedUp, backup
 from fleetdistill_server.store.location import SQLITE, has_store
@@ -370,6 +370,7 @@ class LocalStore(Source):
     def change(self, run: str, status: str) -> RunState:
         """Starts, pauses, stops or cancels a run. Devices that a cancelled run should forget are forgotten here."""
         call = local_call("ChangeRun", {"run": run, "status": status})
+        self._log.unless_failed(call, lambda: check_checkpoint(self._store, run, status))
         state = self._log.commit(
             call, lambda store: change(store, run, status, call.who), lambda state: Outcome(text=state.sentence)
         )

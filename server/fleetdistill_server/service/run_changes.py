@@ -121,6 +121,18 @@ def change(store: Store, run: str, wanted: str, who: str = _SOMEBODY) -> RunStat
         return RunState.of(store, run)
 
 
+def check_checkpoint(store: Store, run: str, wanted: str) -> None:
+    """Checks that a run that is to be started can go on; reads its checkpoint, so call it before the transaction.
+
+    Raises:
+        ConfigurationError: There is no such run.
+        DamagedError: The run's checkpoint is missing or damaged; the message has the way back.
+    """
+    row = store.runs.existing(run)
+    if wanted == RunStatus.RUNNING and row.checkpoint and row.status not in (*ACTIVE, *OVER):
+        rollback.read_checkpoint(store, run, row.checkpoint)
+
+
 def request_forgetting(store: Store, run: str, device: str) -> bool:
     """Excludes a device from a run permanently, and requests that its contributions be deleted.
 

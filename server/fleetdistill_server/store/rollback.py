@@ -49,16 +49,21 @@ def roll_back(store: Store, run: str, to: int, who: str = "an operator") -> Roll
             f"--to is {to}, but run {run!r} has no checkpoint of round {to}; available rounds: {has}. They are "
             "numbered as in `runs show`, where short rounds count too; [server] keep_checkpoints sets how many are kept"
         )
-    try:
-        store.blobs.get_state(kept[to].sha256)
-    except DamagedError as damage:
-        raise DamagedError(damage.sha256, f"{damage}; {way_back(store, run, damage.sha256)}") from damage
+    read_checkpoint(store, run, kept[to].sha256)
     failpoints.hit("rollback.before-commit")
     spent = store.runs.roll_back(run, to, who)
     failpoints.hit("rollback.after-commit")
     drop_unneeded(store, spent)
     completed = kept[to].completed_rounds
     return RolledBack(completed, before.completed_rounds - completed)
+
+
+def read_checkpoint(store: Store, run: str, sha256: bytes) -> bytes:
+    """Returns a checkpoint of a run. Raises DamagedError with the way back if it is missing or damaged."""
+    try:
+        return store.blobs.get_state(sha256)
+    except DamagedError as damage:
+        raise DamagedError(sha256, f"{damage}; {way_back(store, run, sha256)}") from damage
 
 
 def way_back(store: Store, run: str, lost: bytes) -> str:
