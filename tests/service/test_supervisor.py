@@ -77,18 +77,23 @@ def test_where_a_run_is_served_may_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_cleanly_and_next_start_continues_until_kill(tmp_path: Path) -> None:
-    """Children end whichever way the supervisor does."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_ends_cleanly_and_next_start_continues(number: int, tmp_path: Path) -> None:
+    """In the middle of a round. Children end whichever way the supervisor does, also if it is killed."""
     with contextlib.ExitStack() as stack:
         with serve(write_config(tmp_path)) as served:
             port = served.port()
             stack.enter_context(AnsweringFleet(port, RUN, 2))
             store = Store.open(tmp_path / "store")
             wait_until(lambda: completed(store) >= 3, "three rounds")
-            pids = [served.child(ENGINE), served.child(FRONT)]
-            served.process.send_signal(signal.SIGINT)
+            served.child(ENGINE), served.child(FRONT)
+            wait_until(lambda: _asks_open(store), "a moment in mid-round")
+            pids = children(served.process.pid)
+            assert len(pids) >= 2
+            served.process.send_signal(number)
             assert served.process.wait(PATIENCE_SECONDS) == 0
             assert [pid for pid in pids if is_alive(pid)] == []
+            assert run_row(store).status == "running", "an open round goes on at the next start"
         assert "continues the run" in "".join(served.said)
         assert "Traceback" not in "".join(served.said)
         before = completed(store)
