@@ -247,6 +247,11 @@ def test_an_operator_revokes_itself_only_with_yes(place: Place) -> None:
     )
 
 
+def test_a_prune_from_elsewhere_says_where_it_works(place: Place) -> None:
+    said = run("runs", "prune", RUN, *place.as_("operator-olga"), code=1)
+    assert said.startswith("error: `runs prune` cannot be combined with --server; run it on the server's machine, ")
+
+
 @pytest.mark.parametrize("loss", ["missing", "damaged"])
 def test_a_run_whose_checkpoint_is_lost_is_not_started(place: Place, loss: str) -> None:
     here, there = ["--store", str(place.work / "store")], place.as_("operator-olga")

@@ -248,10 +248,17 @@ def runs_prune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
     yes: YesOption = False,
+    server: Annotated[str | None, typer.Option("--server", hidden=True)] = None,
+    identity: Annotated[Path | None, typer.Option("--identity", hidden=True)] = None,
 ) -> None:
     """Deletes old rounds' payloads, events and figures. Example: fleetdistill runs prune digits --keep-rounds 1"""
     from fleetdistill_server.store.retention import Pruned, prune
 
+    if server is not None or identity is not None:
+        raise ConfigurationError(
+            "`runs prune` cannot be combined with --server; run it on the server's machine, in the directory that "
+            "contains the store, also while the server runs. From here, `runs delete` deletes a whole run"
+        )
     opened = open_store(store)
     work = partial(
         prune,
