@@ -247,6 +247,16 @@ def test_an_operator_revokes_itself_only_with_yes(place: Place) -> None:
     )
 
 
+@pytest.mark.parametrize("answer", ["", "n\n"], ids=["nobody answers", "no"])
+def test_a_question_without_a_yes_names_the_option(place: Place, answer: str) -> None:
+    done = CliRunner().invoke(app, ["runs", "delete", RUN, "--store", str(place.work / "store")], input=answer)
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1] == (
+        "error: not confirmed, so nothing was changed; --yes confirms it without a question"
+    )
+    assert place.store.runs.names() == [RUN]
+
+
 def test_a_prune_from_elsewhere_says_where_it_works(place: Place) -> None:
     said = run("runs", "prune", RUN, *place.as_("operator-olga"), code=1)
     assert said.startswith("error: `runs prune` cannot be combined with --server; run it on the server's machine, ")

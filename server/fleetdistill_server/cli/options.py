@@ -68,6 +68,9 @@ def report_errors(command: Callable[P, R]) -> Callable[P, R]:
             if kwargs.get("identity") is not None and kwargs.get("server") is None:
                 raise ConfigurationError("--identity needs --server; add --server host:port, or remove --identity")
             return command(*args, **kwargs)
+        except typer.Abort as error:  # a question that was answered with no, or that nobody could answer
+            typer.echo("\nerror: not confirmed, so nothing was changed; --yes confirms it without a question", err=True)
+            raise typer.Exit(1) from error
         except FleetDistillError as error:
             typer.echo(f"error: {printable(str(error))}", err=True)
             raise typer.Exit(1) from error
