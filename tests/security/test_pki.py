@@ -287,6 +287,7 @@ def test_an_operator_works_over_the_network_and_a_viewer_looks(tmp_path: Path) -
         authority.issue_person(role, name, 1.0, tmp_path / name)
     store.runs.start_round(RUN, ["d1"])
     store.devices.register(RUN, "d2-typ0", b"secret", b"")
+    authority.issue_person(Role.VIEWER, "walt", 1.0, tmp_path / "pki" / "viewer-walt")
     with secured_front(tmp_path / "store", tmp_path / "pki") as front:
         here = ["--server", f"127.0.0.1:{front.port}", "--identity"]
         olga, vera = [*here, tmp_path / "olga"], [*here, tmp_path / "vera"]
@@ -301,6 +302,8 @@ def test_an_operator_works_over_the_network_and_a_viewer_looks(tmp_path: Path) -
         assert "confirm it with --yes" in mistyped
         unknown = fleetdistill("devices", "revoke", "d1-typo", "--yes", *olga)
         assert "device 'd1-typo' has never enrolled or checked in, and is revoked anyway" in unknown.stderr
+        wrong_role = error_of("pki", "revoke", "--role", "operator", "--name", "walt", *olga)
+        assert "contains no identity of operator 'walt', but of viewer 'walt'. To revoke" in wrong_role
         issued_elsewhere = ("pki", "revoke", "--role", "viewer", "--name", "vear", *olga)
         assert "the server's PKI contains no identity of viewer 'vear'. To revoke" in error_of(*issued_elsewhere)
         stranger = fleetdistill(*issued_elsewhere, "--yes")

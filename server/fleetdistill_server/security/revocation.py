@@ -67,8 +67,9 @@ def check_known_person(store: Store, pki: Path, role: str, name: str, place: str
     _check_person(role, name)
     if has_person(pki, role, name) or store.credentials.is_revoked(f"{role}:{name}"):
         return
+    other = Role.VIEWER if role == Role.OPERATOR else Role.OPERATOR
     people = [path.parent.name.removeprefix(f"{role}-") for path in pki.glob(f"{role}-*/{IDENTITY}")]
-    meant = did_you_mean(name, people)
+    meant = f", but of {other} {name!r}." if has_person(pki, other, name) else did_you_mean(name, people)
     raise ConfigurationError(
         f"{place} contains no identity of {role} {name!r}{meant or '.'} To revoke a name in advance, or one whose "
         "identity was issued with --out, permanently, confirm it with --yes"
