@@ -36,6 +36,7 @@ from fleetdistill_server.security.revocation import (
     check_rotation,
     has_person,
     is_last_operator,
+    is_of_old_ca,
     shut_out,
 )
 from fleetdistill_server.service.serve_lock import serving
@@ -88,6 +89,11 @@ def pki_issue(
     if has_store(store):
         check_not_revoked(open_store(store), role, name)
     if (folder / IDENTITY).exists():
+        if is_of_old_ca(pki, folder / IDENTITY):
+            raise ConfigurationError(
+                f"{folder} contains an identity of the CA before the rotation; delete this directory and repeat the "
+                "command, or choose another one with --out"
+            )
         raise ConfigurationError(
             f"{folder} already contains an identity; choose another directory with --out, or delete this one. Its "
             "certificate stays valid until it expires or is revoked with `fleetdistill pki revoke`"

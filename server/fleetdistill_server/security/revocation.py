@@ -209,6 +209,12 @@ def _identities(pki: Path) -> Iterable[tuple[Holder, bytes]]:
             yield holder, pem
 
 
+def is_of_old_ca(pki: Path, identity: Path) -> bool:
+    """Returns whether an identity's certificate is not of the PKI's current CA."""
+    authority = x509.load_der_x509_certificate(Authority(pki).der)
+    return not _is_signed(split(identity.read_bytes())[1], authority)
+
+
 def _is_signed(pem: bytes, authority: x509.Certificate) -> bool:
     try:
         x509.load_pem_x509_certificate(pem).verify_directly_issued_by(authority)
