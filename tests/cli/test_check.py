@@ -174,6 +174,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "Exporting the operator 'aten::_upsample_bilinear2d_aa' to ONNX opset version 18 is not supported; resize with "
         "antialias=False",
     ),
+    "vectors for scattering": (
+        {"run_method": "classstats", "contract_input_shape": [20]},
+        "[contract] input_shape: scattering needs images of at least 8 pixels a side, got inputs [20]; in run.toml, "
+        'set features = "model" in [method] and extractor = "identity" in [model]',
+    ),
+    "vectors with an extractor of images": (
+        {"run_method": "classstats", "contract_input_shape": [20], "method_features": "model"},
+        "[model] extractor: shape (20,) must be channels, height, width, for instance (3, 32, 32); for vectors set "
+        "extractor = \"identity\" in [model], which is 'digits_extractor'",
+    ),
     "a method that lacks a model": ({"run_method": "fedavg"}, "this method needs one model for all devices; set"),
     "a method that lacks a proxy set": ({"run_method": "cdkt", "model_device": "cdkt_digits"}, "cdkt needs a labelled"),
     "inputs that fit no model": (

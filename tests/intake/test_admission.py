@@ -165,7 +165,7 @@ FEATURES = contract_pb2.NamedShape
 
 FIT = "use a device model and data that fit the run"
 
-FIT_CUT = "use a device model whose features at 'cut' have this shape"
+ON_EXTRACTOR = "build the app's model on the extractor that run.toml names as [model] extractor"
 
 MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "classes": ({"classes": 10}, f"number of classes: the device has 10, run 'digits' has 3; {FIT}"),
@@ -175,11 +175,11 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "feature shape": (
         {"features": [FEATURES(name="cut", shape=[4, 4])]},
-        f"feature shape at cut 'cut': the device has [4, 4], run 'digits' has [2, 2]; {FIT_CUT}",
+        f"feature shape at cut 'cut': the device has [4, 4], run 'digits' has [2, 2]; {ON_EXTRACTOR}",
     ),
     "no such cut": (
         {"features": [FEATURES(name="deep", shape=[2, 2])]},
-        f"feature shape at cut 'cut': the device has no such cut, run 'digits' has [2, 2]; {FIT_CUT}",
+        f"feature shape at cut 'cut': the device has no such cut, run 'digits' has [2, 2]; {ON_EXTRACTOR}",
     ),
     "element type": (
         {"knowledge_types": [tensor_pb2.ELEMENT_TYPE_FLOAT16, 99]},
@@ -189,7 +189,7 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "extractor": (
         {"extractor_fingerprint": "a" * 64},
         "extractor: the device has another one in 'small' (aaaaaaaaaaaa), run 'digits' has eeeeeeeeeeee; "
-        "build the app's model on the extractor that run.toml names as [model] extractor",
+        f"{ON_EXTRACTOR}",
     ),
     "no samples": (
         {"samples": 0},
@@ -244,6 +244,16 @@ def test_the_models_of_device_and_run_are_named(store: Store) -> None:
     store.database.write("UPDATE runs SET config = ?", json.dumps(models))
     with pytest.raises(RefusedError, match=r"has 'small' \(cccc.*, run 'digits' has 'digits_mlp_small' \(bbbb"):
         fleet.check_in(profile=make_profile(model_fingerprint="c" * 64))
+
+
+def test_a_model_on_the_runs_extractor_is_named(store: Store) -> None:
+    needs = contract_pb2.Requirements(same_extractor=True)
+    fleet = Fleet(store, requirements=needs)
+    store.database.write("UPDATE runs SET config = ?", json.dumps({"model": {"extractor": "identity"}}))
+    with pytest.raises(RefusedError) as error:
+        fleet.check_in(profile=make_profile(features=[FEATURES(name="cut", shape=[4, 4])]))
+    example = "build_model('linear:identity', input_shape=(1, 8, 8), classes=3)"
+    assert str(error.value).endswith(f"{ON_EXTRACTOR}, for instance with {example}")
 
 
 def test_what_no_method_requires_may_differ(store: Store) -> None:

@@ -130,6 +130,8 @@ def agreed(contract: Contract, profile: Profile) -> Iterator[Violation]:
         rest = [feature for feature in profile.features if feature.name != column.name]
         wrong = contract_pb2.NamedShape(name=column.name, shape=[7, 7, 7, 7])
         usual = f"use a device model whose features at {column.name!r} have this shape"
+        if contract.requirements.same_extractor:
+            usual = "build the app's model on the extractor that run.toml names as [model] extractor"
         advice = next((item.text for item in contract.requirements.advice if item.column == column.name), usual)
         for has, features in (("no such cut", rest), ("[7, 7, 7, 7]", [*rest, wrong])):
             sentence = mismatch(f"feature shape at cut {column.name!r}", has, list(column.shape), advice)

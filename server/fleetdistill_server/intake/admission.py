@@ -49,13 +49,13 @@ def check_profile(
         text = f"the profile's data_version has {size} bytes, but at most {MAX_VERSION_BYTES} are allowed"
         raise RefusedError(Code.BAD_MESSAGE, f"{text}; use a digest of the data")
     _check_lengths(profile)
-    _check_shapes(contract, profile)
     needs = contract.requirements
+    usual = _extractor_advice(contract, (models or {}).get("extractor", "")) if needs.same_extractor else ""
+    _check_shapes(contract, profile, usual)
     if needs.same_extractor and profile.extractor_fingerprint != contract.extractor_fingerprint:
         result = f"another one in {profile.model_name!r} ({profile.extractor_fingerprint[:12]})"
         wanted = _named((models or {}).get("extractor", ""), contract.extractor_fingerprint)
-        advice = "build the app's model on the extractor that run.toml names as [model] extractor"
-        _mismatch("extractor", result, wanted, contract, advice)
+        _mismatch("extractor", result, wanted, contract, usual)
     if needs.same_architecture and profile.model_fingerprint != contract.model_fingerprint:
         result = _named(profile.model_name, profile.model_fingerprint)
         wanted = _named((models or {}).get("device", ""), contract.model_fingerprint)
@@ -91,7 +91,15 @@ def _check_lengths(profile: contract_pb2.DeviceProfile) -> None:
         raise RefusedError(Code.TOO_LARGE, f"{text}, but at most {MAX_AXES} axes and {MAX_COLUMNS} types are allowed")
 
 
-def _check_shapes(contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile) -> None:
+def _extractor_advice(contract: contract_pb2.Contract, name: str) -> str:
+    """Returns what to do about a device model with another extractor; `name` is that of the run's, empty if unknown."""
+    advice = "build the app's model on the extractor that run.toml names as [model] extractor"
+    shape, classes = tuple(contract.input_shape), len(contract.classes)
+    example = f"build_model('linear:{name}', input_shape={shape}, classes={classes})"
+    return f"{advice}, for instance with {example}" if name else advice
+
+
+def _check_shapes(contract: contract_pb2.Contract, profile: contract_pb2.DeviceProfile, extractor_advice: str) -> None:
     if profile.classes != len(contract.classes):
         _mismatch("number of classes", profile.classes, len(contract.classes), contract)
     if list(profile.input_shape) != list(contract.input_shape):
@@ -101,7 +109,7 @@ def _check_shapes(contract: contract_pb2.Contract, profile: contract_pb2.DeviceP
     for column in contract.features:
         has = shapes.get(column.name, "no such cut")
         if has != list(column.shape):
-            usual = f"use a device model whose features at {column.name!r} have this shape"
+            usual = extractor_advice or f"use a device model whose features at {column.name!r} have this shape"
             advice = methods_advice.get(column.name, usual)
             _mismatch(f"feature shape at cut {column.name!r}", has, list(column.shape), contract, advice)
     if contract.knowledge_type not in profile.knowledge_types:

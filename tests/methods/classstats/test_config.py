@@ -75,14 +75,15 @@ def test_a_setting_of_another_method_is_refused_with_its_method(given: dict[str,
         run_config(values)
 
 
-@pytest.mark.parametrize("shape", [(1, 7, 8), (16,)])
-def test_inputs_unfit_for_scattering_are_refused_with_advice(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigurationError, match=r"\[contract\] input_shape: .*features = 'model'"):
+@pytest.mark.parametrize(("shape", "extractor"), [((1, 7, 8), "package.module:factory"), ((16,), "identity")])
+def test_inputs_unfit_for_scattering_are_refused_with_advice(shape: tuple[int, ...], extractor: str) -> None:
+    advice = rf'set features = "model" in \[method\] and extractor = "{extractor}" in \[model\]$'
+    with pytest.raises(ConfigurationError, match=rf"^\[contract\] input_shape: .*{advice}"):
         make_server(shape)
 
 
 @pytest.mark.parametrize("factor", [2.0, -1.0])
 def test_images_outside_0_to_1_are_refused_with_the_way_out(factor: float) -> None:
     data = images_of([5, 5, 5, 5], 1)
-    with pytest.raises(DataError, match=r"images in \[0, 1\], got .*features = 'model'"):
+    with pytest.raises(DataError, match=r'images in \[0, 1\], got .*set features = "model" in \[method\]'):
         device_on(TensorData(data.inputs * factor, data.labels))

@@ -151,13 +151,16 @@ def _faulty_space(what: str) -> WireError:
 
 def check_images(inputs: Array, input_shape: tuple[int, ...]) -> None:
     """Raises DataError for inputs that are not images for scattering: `[channels, height, width]` in [0, 1]."""
-    remedy = "the operator can set features = 'model' with an extractor, or 'identity' for vectors"
+    extractor = "identity" if len(input_shape) == 1 else "package.module:factory"
+    remedy = f'in run.toml, set features = "model" in [method] and extractor = "{extractor}" in [model]'
     if len(input_shape) != 3 or min(input_shape[1:]) < SMALLEST_SIDE:
         text = f"scattering needs images of at least {SMALLEST_SIDE} pixels a side, got inputs {list(input_shape)}"
         raise DataError(f"{text}; {remedy}")
     low, high = float(inputs.min()), float(inputs.max())
     if low < 0 or high > 1:
-        raise DataError(f"scattering needs images in [0, 1], got {low:g} to {high:g}; scale them, or {remedy}")
+        raise DataError(
+            f"scattering needs images in [0, 1], got {low:g} to {high:g}; scale them, or ask the operator: {remedy}"
+        )
 
 
 class DeviceStatistics:

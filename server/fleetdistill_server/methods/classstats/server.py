@@ -88,9 +88,15 @@ class ClassStatsServer(ServerMethod):
 
     def _given_extractor(self) -> nn.Module | None:
         """Returns the run's own extractor; None with scattering, after checking the inputs."""
-        if self.config.features != SCATTERING:
-            return self.context.extractor()
         shape = self.context.input_shape
+        if self.config.features != SCATTERING:
+            try:
+                return self.context.extractor()
+            except ConfigurationError as error:
+                if len(shape) != 1:
+                    raise
+                text = f'{error}; for vectors set extractor = "identity" in [model], which is '
+                raise ConfigurationError(text + repr(self.context.models.extractor)) from error
         try:
             check_images(np.zeros((1, *shape), np.float32), shape)
         except DataError as error:
