@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from support.hostile_server import DATA, LyingLink, ask, device_at, model
 from support.processes import PATIENCE_SECONDS, module_path, wait_until
 from torch import nn
 
-from fleetdistill import COLUMNS, Device, Event, Step
+from fleetdistill import COLUMNS, Budgets, Device, Event, Step
 from fleetdistill.device.contact import MAX_PAUSE_SECONDS
 from fleetdistill.device.loop import POLL_SECONDS
 from fleetdistill.errors import ConfigurationError, DeviceBusyError, DeviceClosedError, LinkError, ModelError
@@ -262,6 +263,35 @@ def test_time_without_contact_begins_with_first_of_all_errors(tmp_path: Path) ->
     told = [event for event in events if "contact" in event.kind]
     assert [event.kind for event in told] == ["lost-contact", "lost-contact", "contact-returned"]
     assert told[-1].values["seconds"] == 25.0
+
+
+@pytest.mark.parametrize("wanted", ["a pause of the server", "a budget"])
+def test_a_step_waits_no_longer_than_it_is_told(tmp_path: Path, wanted: str) -> None:
+    link = LyingLink(COME_BACK, ask())
+    budgets = None
+    if wanted == "a budget":  # of a day that is over in seven seconds
+        link = LyingLink(ask())
+        budgets = Budgets(bytes_per_day=10**9)
+        (tmp_path / "usage.json").write_bytes(b"{")
+    clock = ManualClock(time=datetime(2026, 3, 2, 23, 59, 53).timestamp())
+    device, _ = device_at(link, tmp_path, clock=clock, budgets=budgets)
+    with device:
+        for seconds, now in ((0.25, 0.25), (0, 0.25), (0.5, 0.75), (20, 7)):
+            assert device.step(seconds) is Step.WAITED
+            assert clock.now() == now
+        assert len(link.asks) == 1
+        assert device.step(0) is Step.ANSWERED
+
+
+def test_a_step_after_repeated_declines_waits_no_longer_either(tmp_path: Path) -> None:
+    clock = ManualClock()
+    link = LyingLink(*[ask(step="dream")] * 4)
+    device, _ = device_at(link, tmp_path, clock=clock)
+    with device:
+        assert [device.step(0) for _ in range(3)] == [Step.DECLINED, Step.DECLINED, Step.WAITED]
+        assert (len(link.declined), clock.now()) == (2, 0)
+        assert device.pause_seconds == 0.5
+        assert device.step(0.5) is Step.DECLINED
 
 
 # --- stop and close

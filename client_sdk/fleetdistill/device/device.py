@@ -270,12 +270,12 @@ class Device:
     def step(self, wait_seconds: float = POLL_SECONDS) -> Step:
         """Runs one turn: settles an unfinished answer, or requests an ask from the server and answers it.
 
-        Waits for work, and afterwards as long as the server requests, or while the device may not work: 5 seconds,
-        or up to 60 if the end of that is known. For an app with its own thread for the device;
-        `tick` does not wait.
+        Waits at most `wait_seconds`: for work, or while the device must make no call, because the server or a lost
+        contact requires a pause or the device may not work. Work takes as long as it takes. For an app with its own
+        thread for the device; `tick` does not wait.
 
         Args:
-            wait_seconds: How long the server may hold the request if there is no work, 0 to 60 seconds.
+            wait_seconds: How long to wait if there is nothing to do, 0 to 60 seconds.
 
         Returns:
             `Step.ANSWERED`, `Step.DECLINED` if an ask ended without an answer that counts, `Step.WAITED` if there was

@@ -260,7 +260,7 @@ class Loop:
         self._stopped = stopped
         self._lock = WorkLock(parts.storage.directory)
         self._thread: BackgroundThread | None = None
-        self._resume_at = 0.0  # time before which `tick` does nothing
+        self._resume_at = 0.0  # time before which `tick` and `step` do nothing
         self._closing = threading.Lock()
         self._close_due: bool | None = None  # argument of a `close` that waits for the end of the turn
         self._ctrl_c_reported = False
@@ -329,10 +329,16 @@ class Loop:
         self._ctrl_c_reported = True
 
     def step(self, wait_seconds: float) -> Step:
-        """Runs one turn, and waits afterwards if the server requires it. Raises LinkError if the turn failed."""
+        """Runs one turn, and waits at most `wait_seconds`. Raises LinkError if the turn failed."""
         with self.working("step"):
-            result, pause = self._turns.turn(wait_seconds)
-            self._wait(pause)
+            until = self._parts.clock.now() + wait_seconds
+            self._wait(min(self.pause_seconds, wait_seconds))
+            if self.pause_seconds:
+                return self._unless_stopped(Step.WAITED)
+            result, pause = self._turns.turn(self._seconds_to(until))
+            if result is not Step.WAITED:  # after which the next turn knows by itself that it may not call yet
+                self._resume_at = self._parts.clock.now() + pause
+            self._wait(min(pause, self._seconds_to(until)))
             return self._unless_stopped(result)
 
     def tick(self) -> Step:
@@ -350,7 +356,10 @@ class Loop:
     @property
     def pause_seconds(self) -> float:
         """Seconds until `tick` runs a turn again; 0 if it does so now."""
-        return max(0.0, self._resume_at - self._parts.clock.now())
+        return self._seconds_to(self._resume_at)
+
+    def _seconds_to(self, time: float) -> float:
+        return max(0.0, time - self._parts.clock.now())
 
     def _wait(self, seconds: float) -> None:
         if seconds:
