@@ -206,6 +206,9 @@ def test_every_method_has_a_preview(method: str, tmp_path: Path) -> None:
     assert set(preview.columns) >= set(CONTAINS[method]) - {"metrics"}
     assert preview.method == method
     assert not link.uploads
+    if method == "classstats":
+        assert preview.parts[0].values == {"classes": [0, 1, 2]}
+        assert "\n  classes: [0, 1, 2]" in str(preview)
 
 
 def model() -> nn.Module:

@@ -18,6 +18,8 @@ from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2
 
 _BINS = 8
 _BARS = " ▁▂▃▄▅▆▇█"
+_NAMES = {"labels": "classes"}
+"""Fields of messages that a preview names otherwise: those of statistics are the classes that a device has."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class PreviewPart:
         kind: Kind of the part, such as `sample_knowledge`.
         columns: Columns that it contains, all of them in `Device.allow`.
         tensors: Its tensors.
-        values: All other fields of the part that would be sent, such as the figures of metrics.
+        values: All other fields of the part that would be sent, such as `metrics`, or the `classes` of statistics.
     """
 
     name: str
@@ -170,7 +172,7 @@ def _fields(message: Message) -> dict[str, Any]:
         is_set = message.HasField(field.name) if field.has_presence else bool(value)
         is_number = not field.has_presence and isinstance(value, int | float) and not isinstance(value, bool)
         if is_set or (is_number and field.enum_type is None):
-            result[field.name] = _plain(value, field)
+            result[_NAMES.get(field.name, field.name)] = _plain(value, field)
     return result
 
 
