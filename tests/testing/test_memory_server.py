@@ -169,6 +169,9 @@ def test_a_run_whose_rounds_all_fall_short_fails(tmp_path: Path) -> None:
 
             with pytest.raises(RunError, match="10 rounds in a row fell short"):
                 late_again_and_again()
+            for call in (lambda: device.step(0), device.run, lambda: server.play(device), server.turn):
+                with pytest.raises(RunError, match="10 rounds in a row fell short"):
+                    call()
             assert server.status == "stopped"
 
 

@@ -61,6 +61,7 @@ class MemoryServer:
         # Like an asyncio task, the engine has its own context, whichever thread runs it.
         self._context = copy_context()
         self._over = False
+        self._failure: Exception | None = None
         self.turn()
 
     @property
@@ -76,14 +77,19 @@ class MemoryServer:
         """Runs the engine until it waits for devices; devices' calls do this automatically.
 
         Raises:
-            RunError: Ten consecutive rounds fell short.
+            RunError: Ten consecutive rounds fell short; so does each later call.
         """
+        if self._failure is not None:
+            raise self._failure
         if self._over:
             return
         try:
             self._context.run(self._turns.send, None)
         except StopIteration:
             self._over = True
+        except Exception as error:
+            self._failure = error
+            raise
 
     def play(self, *devices: Device, steps: int = 1000) -> None:
         """Runs the devices' steps in turn until the run is over for all of them. A lost call is made again.
