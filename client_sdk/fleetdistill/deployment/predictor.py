@@ -25,6 +25,7 @@ from fleetdistill.deployment.batch import RangeCheck, check_batch
 from fleetdistill.deployment.settings import is_installed
 from fleetdistill.deployment.stamp import check_stamp
 from fleetdistill.errors import ModelError, StateError
+from fleetdistill.names import did_you_mean
 from fleetdistill.training.foreign_onnx import first_line, foreign_session
 
 logger = logging.getLogger(__name__)
@@ -160,6 +161,8 @@ class Predictor:
             ModelError: There is no model yet.
         """
         if self._model is None:
+            if self.error and self._seen is None:
+                raise ModelError(f"{self._path} does not exist; {self.error}")
             reason = f" ({self.error})" if self.error else ""
             raise ModelError(
                 f"{self._path} has no usable model{reason}; run the device until its event 'exported', and check "
@@ -202,8 +205,9 @@ class Predictor:
 
     def _report_other_variants(self) -> None:
         """Reports once which variants a device has exported if it has not exported this one."""
-        others = ", ".join(sorted(path.stem for path in self._path.parent.glob("*.onnx")))
-        error = f"the directory has the variants {others}" if others else ""
+        others = sorted(path.stem for path in self._path.parent.glob("*.onnx"))
+        meant = did_you_mean(self._path.stem, others) or "."
+        error = f"no variant {self._path.stem!r} was exported{meant} There are {', '.join(others)}" if others else ""
         if error and error != self.error:
             logger.warning("%s does not exist; %s", self._path, error)
         self.error = error
