@@ -70,6 +70,9 @@ def test_a_condition_holds_by_the_apps_probe(name: str, settings: Any, good: Any
     assert reason(Eligibility(**settings, probes={name: lambda: None})) == (
         f"{name} cannot be measured: its probe returned None"
     )
+    of_numpy = np.array([good, bad])
+    assert reason(Eligibility(**settings, probes={name: lambda: of_numpy[0]})) == ""
+    assert reason(Eligibility(**settings, probes={name: lambda: of_numpy[1]})) == text
 
 
 @pytest.mark.parametrize("value", ["41.5\n", [41.5], True, float("nan"), float("inf")])

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from numbers import Real
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from fleetdistill.checked import check_flag, check_type
 from fleetdistill.device.probes import Probe, system_probe
@@ -44,8 +47,9 @@ class Eligibility:
         hours: Daily times `("22:00", "06:00")` in local time between which the device may work, the second exclusive.
         probes: The app's own probes by name, functions without arguments that may be called from any thread, four times
             a second. `charging`, `unmetered` and `idle` return a bool, `temperature`, `free_memory` and `free_disk` a
-            number, each in place of the SDK's probe. Any other name is a further condition, which holds while its
-            probe returns True. A condition does not hold if its probe raises an exception or returns None.
+            number, also one of NumPy, each in place of the SDK's probe. Any other name is a further condition, which
+            holds while its probe returns True. A condition does not hold if its probe raises an exception or returns
+            None.
 
     Raises:
         ConfigurationError: A value is out of range, or this machine has no probe for a condition.
@@ -140,7 +144,9 @@ class Conditions:
 
     def _value(self, name: str, probe: Callable[[], bool | float | None] | None) -> bool | float | None:
         try:
-            return None if probe is None else probe()
+            value: Any = None if probe is None else probe()
+            result: bool | float | None = value.item() if isinstance(value, np.generic) else value
+            return result
         except Exception as error:
             if name not in self._failed:
                 logger.warning("the probe of %s failed; the condition does not hold", name, exc_info=error)
