@@ -185,6 +185,20 @@ def test_other_inputs_are_refused(tmp_path: Path, inputs: Any, sentence: str) ->
             device.predict(inputs)
 
 
+@pytest.mark.parametrize(
+    ("data", "advice"),
+    [
+        (DATA, r"pass \[samples, 4\], like the training data"),
+        ((DATA[0][:, :3], DATA[1]), "the training data have this shape, too: reshape both as the model takes them"),
+        (lambda: DATA, r"pass \[samples, \*input_shape\], as the model's first layer takes it"),
+    ],
+)
+def test_what_the_apps_own_model_takes_is_told(tmp_path: Path, data: Any, advice: str) -> None:
+    device, _ = device_at(LyingLink(ask()), tmp_path, data=data)
+    with device, pytest.raises(ModelError, match=rf"cannot process a batch of shape \[5, 3\]: .*; {advice}"):
+        device.predict(BATCH[:, :3])
+
+
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     result = [record.message for record in caplog.records if "the inputs of predict" in record.message]
     caplog.clear()

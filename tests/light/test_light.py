@@ -584,7 +584,7 @@ def changed(at: tuple[int, ...], value: float) -> np.ndarray:
         ((digits(0)[0].transpose(0, 2, 3, 1), digits(0)[1]), r"have shape \[8, 8, 1\].*transpose\(0, 3, 1, 2\)"),
         (
             (digits(0)[0][:, 0], digits(0)[1]),
-            r"the inputs have shape \[8, 8\], but .* expects \[1, 8, 8\]; reshape",
+            r"inputs have shape \[8, 8\], but .* expects \[1, 8, 8\]; reshape them with inputs.reshape\(-1, 1, 8, 8\)",
         ),
         ((digits(0)[0].astype(np.uint8), digits(0)[1]), "the inputs are uint8, expected floats; scale images"),
         ((digits(0)[0], digits(0)[1][1:]), "599 inputs but 598 labels"),

@@ -154,12 +154,16 @@ class FrozenModel:
         model: Maps inputs `[batch, *input_shape]` to logits `[batch, classes]`.
         input_shape: Shape of one input, with None where any size is accepted, as with `Deployment(dynamic_size=True)`;
             None before the device knows its run.
+        first: First training inputs, for the error of a model that takes no such batch; None if they are unknown.
     """
 
-    def __init__(self, model: nn.Module, input_shape: Sequence[int | None] | None) -> None:
+    def __init__(
+        self, model: nn.Module, input_shape: Sequence[int | None] | None, first: np.ndarray | None = None
+    ) -> None:
         self._model = copy.deepcopy(model).eval().requires_grad_(False)
         self._device, self._dtype = place_of_inputs(self._model)
         self._input_shape = None if input_shape is None else tuple(input_shape)
+        self._trained_on = None if first is None or not len(first) else list(first.shape[1:])
 
     def __call__(self, inputs: Any) -> Any:
         """Returns logits `[batch, classes]` float32, of the type of the inputs: NumPy array or torch tensor."""
@@ -171,9 +175,20 @@ class FrozenModel:
             except FAULTS as error:
                 shape = list(batch.shape)
                 reason = str(error).strip().split("\n")[0]
-                raise ModelError(f"the model cannot process a batch of shape {shape}: {reason}") from error
+                text = f"the model cannot process a batch of shape {shape}: {reason}{self._advice(shape[1:])}"
+                raise ModelError(text) from error
         made = logits.to(batch.device, torch.float32)
         return made if isinstance(inputs, torch.Tensor) else made.numpy()
+
+    def _advice(self, shape: list[int]) -> str:
+        """Returns what to do about inputs that the app's own model does not take, before the run's shape is known."""
+        if self._input_shape is not None:
+            return ""
+        if self._trained_on is None:
+            return "; pass [samples, *input_shape], as the model's first layer takes it"
+        if self._trained_on == shape:
+            return "; the training data have this shape, too: reshape both as the model takes them, or change the model"
+        return f"; pass [samples, {', '.join(map(str, self._trained_on))}], like the training data"
 
     def _in_parts(self, inputs: Tensor) -> Tensor:
         if len(inputs) <= UNMEASURED_ROWS:

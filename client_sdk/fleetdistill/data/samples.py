@@ -258,7 +258,9 @@ def _advice(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
         )
         order = ", ".join(str(at + 1) for at in axes)
         return f"; reorder the axes with inputs.transpose(0, {order}), or permute of a tensor, and do not reshape"
-    return "; reshape the inputs" if math.prod(shape) == math.prod(expected) else "; pass inputs of that shape"
+    if math.prod(shape) != math.prod(expected):
+        return "; pass inputs of that shape"
+    return f"; reshape them with inputs.reshape(-1, {', '.join(map(str, expected))})"
 
 
 def check_labels(labels: Array, classes: int) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill.deployment.batch import RangeCheck
+import numpy as np
+
+from fleetdistill.deployment.batch import RangeCheck, range_of
 from fleetdistill.device.backend import Backend, Predict
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.errors import ModelError
@@ -42,7 +44,7 @@ class Predictions:
         parts: What the parts of the open device share.
         backend: Keeps the compute backend.
         stored_compute: Returns a compute backend with the models of the state directory, or None if there are none.
-        own_model: Returns a copy of the app's own model.
+        own_model: Returns a copy of the app's own model; takes the first training inputs, or None.
         version: Returns the number of the delivered model in use.
     """
 
@@ -51,7 +53,7 @@ class Predictions:
         parts: DeviceParts,
         backend: Backend,
         stored_compute: Callable[[], Compute | None],
-        own_model: Callable[[], Predict],
+        own_model: Callable[[np.ndarray | None], Predict],
         version: Callable[[], int],
     ) -> None:
         self._parts = parts
@@ -95,7 +97,7 @@ class Predictions:
     def _copy(self) -> tuple[Predict, int, RangeCheck]:
         with self._parts.lock.held():
             model, known = self._frozen()
-            self._current = (model, self._version(), RangeCheck(known or self._backend.data_range()))
+            self._current = (model, self._version(), RangeCheck(known or range_of(self._backend.first_inputs())))
             return self._current
 
     def _frozen(self) -> tuple[Predict, tuple[float, float] | None]:
@@ -104,5 +106,5 @@ class Predictions:
         if compute is None or not compute.has_state:
             compute = self._stored_compute()
         if compute is None:
-            return self._own_model(), None
+            return self._own_model(self._backend.first_inputs()), None
         return compute.frozen_model(), compute.input_range()

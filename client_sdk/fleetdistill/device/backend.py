@@ -12,7 +12,6 @@ import numpy as np
 
 from fleetdistill.data.samples import first_inputs
 from fleetdistill.data.splits import Splits
-from fleetdistill.deployment.batch import range_of
 from fleetdistill.deployment.settings import Deployment
 from fleetdistill.deployment.versions import missing_states
 from fleetdistill.device.parts import DeviceParts
@@ -77,8 +76,12 @@ class ComputeFactory:
         no_data = np.zeros((0, *contract.input_shape), np.float32), np.zeros(0, np.int64)
         return self._torch_compute(contract, replace(self._model, module=self._another), Splits(no_data), None)
 
-    def own_model(self) -> Predict:
-        """Returns a copy of the app's own model. Raises ModelError if the device has a worker."""
+    def own_model(self, first: np.ndarray | None) -> Predict:
+        """Returns a copy of the app's own model; `first` are the first training inputs, if known, for its errors.
+
+        Raises:
+            ModelError: The device has a worker.
+        """
         if self._model is None:
             raise ModelError(
                 "this device has no model yet: its worker gets one from the run. Run the device until its event "
@@ -86,7 +89,7 @@ class ComputeFactory:
             )
         from fleetdistill.compute.torch_compute import FrozenModel, module_on
 
-        return FrozenModel(module_on(self._for_prediction, self._model.torch_device), None)
+        return FrozenModel(module_on(self._for_prediction, self._model.torch_device), None, first)
 
     def _for_training(self) -> nn.Module:
         module = self._for_prediction()
@@ -183,10 +186,10 @@ class Backend:
         may_change = compute is known and compute.sample_count is not None
         return compute, may_change and compute.reread_data(self.data)
 
-    def data_range(self) -> tuple[float, float] | None:
-        """Returns the range of the app's data, if that is quick to read; None also if they cannot be used."""
+    def first_inputs(self) -> np.ndarray | None:
+        """Returns the first inputs of the app's data, if that is quick to read; None also if they cannot be used."""
         with contextlib.suppress(DataError):
-            return range_of(first_inputs(self.data))
+            return first_inputs(self.data)
         return None
 
     # --- state
