@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from device.sdk_fleet import Fleet, make_device, tiny_data, tiny_model
+from support.hostile_server import LyingLink
 from support.open_device import open_device
 from torch import nn
 
@@ -16,6 +17,7 @@ from fleetdistill.device.deployer import Deployer
 from fleetdistill.errors import ConfigurationError, FleetDistillError, ModelError
 from fleetdistill.link.enrolment import Enrolment
 from fleetdistill.testing import refused
+from fleetdistill.training import SplitModel
 
 GIVEN: dict[str, Any] = {"server": "127.0.0.1:1", "model": tiny_model, "data": tiny_data(), "export": "never"}
 
@@ -85,6 +87,28 @@ def test_a_function_that_returns_no_module_is_a_model_error(fleet: Fleet, tmp_pa
         make_device(fleet, tmp_path, model=lambda: None) as device,
         pytest.raises(ModelError, match="the function model returned NoneType, expected a "),
     ):
+        device.step(0)
+
+
+class Own(SplitModel):
+    """A model's class, which an app may pass in place of a function."""
+
+    def __init__(self, hidden: int = 5) -> None:
+        super().__init__({"extractor": nn.Linear(4, hidden), "head": nn.Linear(hidden, 3)}, cut="extractor")
+
+
+class Sized(Own):
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+
+
+def test_a_models_class_without_arguments_is_called(fleet: Fleet, tmp_path: Path) -> None:
+    inputs = tiny_data()[0]
+    with make_device(fleet, tmp_path / "a", link=LyingLink(), model=Own) as device:
+        assert device.predict(inputs).shape == (len(inputs), 3)
+        assert isinstance(device.model, Own)
+    says = r"Sized.*missing.*'hidden'; it is called without arguments .* pass model=lambda: MyModel\(...\)"
+    with make_device(fleet, tmp_path / "b", model=Sized) as device, pytest.raises(ModelError, match=says):
         device.step(0)
 
 

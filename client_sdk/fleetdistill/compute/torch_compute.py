@@ -512,7 +512,8 @@ def _made_by(function: Callable[[], nn.Module]) -> nn.Module:
         raise
     except (Exception, *CONTROL_FLOW) as error:
         raise ModelError(
-            f"model: the function raised {type(error).__name__}: {error}; it must return a torch.nn.Module"
+            f"model: the function raised {type(error).__name__}: {error}; it is called without arguments and must "
+            "return a torch.nn.Module, so pass model=lambda: MyModel(...) to give it some"
         ) from error
 
 

@@ -80,9 +80,9 @@ class Device:
 
     Args:
         server: `"host:port"` of the aggregation server, a `Link`, or `Server`, which names a run and a token, too.
-        model: Local model, or a function that builds it when it is first needed: a module with `extractor`, `features`
-            and `predict`. `fleetdistill.training.split_sequential` makes one from a chain of layers. Or `TorchModel`,
-            which has its name, its torch device and its predictor.
+        model: Local model, or a function without arguments that builds it when it is first needed, such as its class: a
+            module with `extractor`, `features` and `predict`. `fleetdistill.training.split_sequential` makes one from a
+            chain of layers. Or `TorchModel`, which has its name, its torch device and its predictor.
         data: Private training data, read again at every ask: `(inputs, labels)` as tensors or NumPy arrays, also
             memory-mapped ones, a map-style or iterable torch Dataset, a DataLoader, a list of pairs, a
             `fleetdistill.data.Augmented`, or a function that returns one of these. Inputs are float
