@@ -218,6 +218,15 @@ def test_without_its_server_nothing_is_erased(fleet: Fleet, used: Path) -> None:
     assert device.forget() is True
 
 
+def test_a_local_erasure_calls_no_server(fleet: Fleet, used: Path) -> None:
+    device = make_device(fleet, used, link=FaultyLink(MemoryLink(fleet.api), lost("leave")))
+    assert device.forget(local=True) is False, "the server still has the device's data"
+    assert contents(used) == {"lock": b""}
+    row = fleet.store.devices.get(RUN, "d")
+    assert row is not None
+    assert row.forget_asked_at is None
+
+
 def test_an_earlier_server_does_not_confirm(fleet: Fleet, used: Path) -> None:
     class Earlier(MemoryLink):
         def leave(self, identity: Any, *, forget: bool = False) -> bool:

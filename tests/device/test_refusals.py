@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,7 +123,7 @@ def test_every_member_raises_a_temporary_refusal_as_link_error(
     with make_device(fleet, tmp_path, link=link) as device:
         if member == "forget":  # a device that has sent nothing needs no server
             device.step(0)
-        uses = {"preview": device.preview, "forget": device.forget}
+        uses: dict[str, Callable[[], Any]] = {"preview": device.preview, "forget": device.forget}
         use = uses.get(member, lambda: getattr(device, member))
         with pytest.raises(LinkError, match="was refused with") as error:
             use()

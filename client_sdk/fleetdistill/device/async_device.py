@@ -130,9 +130,9 @@ class AsyncDevice:
         """Ends the effect of `roll_back`; see `Device.roll_forward`."""
         return await self.call(lambda device: device.roll_forward())
 
-    async def forget(self) -> bool:
+    async def forget(self, *, local: bool = False) -> bool:
         """Asks the server to delete what the device has sent, then erases the state; see `Device.forget`."""
-        return await self.call(lambda device: device.forget())
+        return await self.call(lambda device: device.forget(local=local))
 
     async def call(self, function: Callable[[Device], T]) -> T:
         """Returns `function(device)`, called in a thread; for members of `Device` that this class does not have.

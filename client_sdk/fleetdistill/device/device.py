@@ -587,7 +587,7 @@ class Device:
         """
         return read_ledger(self._parts.storage.load(LEDGER) or b"")
 
-    def forget(self) -> bool:
+    def forget(self, *, local: bool = False) -> bool:
         """Asks the server to delete what this device has sent, erases the state directory, and closes the device.
 
         The server deletes before its next round, or at once if the run is over. Where only a front serves the store,
@@ -596,13 +596,17 @@ class Device:
         The privacy ledger of private runs is kept, because a release stays spent. A new `Device` with this directory is
         a new device with a new id.
 
+        Args:
+            local: Whether only to erase, without a call: for a user who wants to erase now, while the server is
+                unavailable. The device's key is erased too, so it cannot ask later.
+
         Returns:
             Whether the server has recorded the request, or has no data of the device. If False, the server does not
             know the request: ask its operator for `fleetdistill devices forget`.
 
         Raises:
-            LinkError: The server is unavailable; nothing is erased. Call it again later. A device that has never called
-                a server needs none.
+            LinkError: The server is unavailable; nothing is erased. Call it again later, or with `local`. A device that
+                has never called a server needs none.
             RefusedError: The server refuses this device; nothing is erased.
             DeviceBusyError: Another call works on the device: call `stop` and wait for it first.
             DeviceClosedError: The device was closed.
@@ -610,7 +614,7 @@ class Device:
         """
         with self._loop.working("forget"):
             sent = self.ledger.totals.messages  # a device that has sent nothing needs no server
-            recorded = not sent or request_forgetting(self._parts.link, self._parts.identity)
+            recorded = not sent or (not local and request_forgetting(self._parts.link, self._parts.identity))
         self.close(leave=False)
         self._predictions.forget()
         self._backend.forget()
