@@ -50,7 +50,7 @@ from fleetdistill.device.permission import MeteredLink, Permission
 from fleetdistill.device.private import PrivateAnswers
 from fleetdistill.device.secure import ANY_TERMS, SecureSums, SecureTerms
 from fleetdistill.device.sender import Sender
-from fleetdistill.errors import ConfigurationError, DeviceClosedError
+from fleetdistill.errors import ConfigurationError, DeviceClosedError, LinkError
 from fleetdistill.link.abilities import Abilities
 from fleetdistill.link.base import HandsOver, Link
 from fleetdistill.link.downloads import DOWNLOADS, Downloads, MemoryDownloads
@@ -614,7 +614,11 @@ class Device:
         """
         with self._loop.working("forget"):
             sent = self.ledger.totals.messages  # a device that has sent nothing needs no server
-            recorded = not sent or (not local and request_forgetting(self._parts.link, self._parts.identity))
+            try:
+                recorded = not sent or (not local and request_forgetting(self._parts.link, self._parts.identity))
+            except LinkError as error:
+                text = f"{error}; nothing was erased: try again later, or only erase with forget(local=True)"
+                raise LinkError(text, error.after_seconds) from error
         self.close(leave=False)
         self._predictions.forget()
         self._backend.forget()
