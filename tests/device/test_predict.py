@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fleetdistill import Event, Predictor
 from fleetdistill.compute import light_worker
 from fleetdistill.compute.torch_compute import FrozenModel, TorchCompute
+from fleetdistill.deployment.batch import check_batch
 from fleetdistill.errors import DataError, LinkError, ModelError
 from fleetdistill.models import build_model
 from fleetdistill.testing import FaultyLink, lost_reply
@@ -183,6 +184,25 @@ def test_other_inputs_are_refused(tmp_path: Path, inputs: Any, sentence: str) ->
         device.run()
         with pytest.raises(DataError, match=sentence):
             device.predict(inputs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "remedy"),
+    [
+        ((2, 8, 8), "; reshape them with inputs.reshape(-1, 1, 8, 8)"),
+        ((1, 8, 8), "; reshape them with inputs.reshape(-1, 1, 8, 8)"),
+        (
+            (2, 8, 8, 1),
+            "; reorder the axes with inputs.transpose(0, 3, 1, 2), or permute of a tensor, and do not reshape",
+        ),
+        ((3, 8, 8), "; reshape them with inputs.reshape(-1, 1, 8, 8)"),
+        ((2, 3, 8, 8), ""),
+    ],
+)
+def test_images_of_another_shape_are_told_how_to_change(shape: tuple[int, ...], remedy: str) -> None:
+    with pytest.raises(DataError) as error:
+        check_batch(np.zeros(shape, np.float32), (1, 8, 8))
+    assert str(error.value) == f"the inputs have shape {list(shape)}, expected [samples, 1, 8, 8]{remedy}"
 
 
 @pytest.mark.parametrize(

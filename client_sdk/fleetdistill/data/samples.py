@@ -243,12 +243,12 @@ class Samples:
         if self.input_shape != input_shape:
             raise DataError(
                 f"the inputs have shape {list(self.input_shape)}, but run {run!r} expects {list(input_shape)}"
-                f"{_advice(self.input_shape, input_shape)}"
+                f"{shape_advice(self.input_shape, input_shape)}"
             )
         check_labels(self.labels, classes)
 
 
-def _advice(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
+def shape_advice(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
     """Returns what to do about inputs of another shape; a reshape in place of a transposition would mix the pixels."""
     if len(shape) == len(expected) > 1 and sorted(shape) == sorted(expected):
         axes = next(

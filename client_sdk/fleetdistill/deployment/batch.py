@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from fleetdistill.data.samples import shape_advice
 from fleetdistill.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -42,12 +44,19 @@ def check_batch(inputs: Any, input_shape: Sequence[int | None] | None) -> None:
         expected in (None, size) for size, expected in zip(sizes, input_shape, strict=True)
     )
     if not inputs.ndim or not fits:
-        remedy = "; a single sample is a batch of 1" if inputs.ndim == len(input_shape) else ""
-        raise DataError(f"{shape_message(inputs.shape, input_shape)}{remedy}")
+        raise DataError(f"{shape_message(inputs.shape, input_shape)}{_remedy(tuple(inputs.shape), input_shape)}")
     finite = inputs.isfinite() if hasattr(inputs, "isfinite") else np.isfinite(inputs)
     if not bool(finite.all()):
         row = [bool(item.all()) for item in finite].index(False)
         raise DataError(f"the inputs contain NaN or infinite values, first in row {row}")
+
+
+def _remedy(shape: tuple[int, ...], input_shape: Sequence[int | None]) -> str:
+    """Returns what to do about inputs of another shape; empty if nothing is obvious."""
+    known = tuple(size for size in input_shape if size is not None)
+    if shape[1:] and len(known) == len(input_shape) and math.prod(shape[1:]) == math.prod(known):
+        return shape_advice(shape[1:], known)
+    return "; a single sample is a batch of 1" if len(shape) == len(input_shape) else ""
 
 
 def _is_of_floats(inputs: Any) -> bool:
