@@ -64,6 +64,14 @@ def test_a_device_has_at_most_13_arguments() -> None:
         ({"allow": None}, r'allow is None, expected a list of columns, such as \["class_statistics"\]'),
         ({"allow": "features"}, "allow is 'features', expected a list of columns"),
         ({"allow": ("features", 5)}, "allow has unknown columns 5; must be in"),
+        (
+            {"allow": ["parameter"]},
+            r"columns parameter; did you mean 'parameters'\? Must be in class_statistics",
+        ),
+        (
+            {"model": "digits_linear"},
+            r"model is 'digits_linear', .* built-in model, lambda: fleetdistill.models.build_model\('digits_linear'\)",
+        ),
         ({"export": 5}, "unknown export 5"),
     ],
 )

@@ -20,6 +20,7 @@ from fleetdistill.device.options import Runtime, Server
 from fleetdistill.device.secure import SecureTerms
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.models.torch_model import TorchModel
+from fleetdistill.names import did_you_mean
 from fleetdistill.state.own_files import check_can_be_state
 from fleetdistill.wire.kind import COLUMNS
 
@@ -88,7 +89,9 @@ def check_columns(allow: Sequence[str]) -> None:
         raise ConfigurationError(f'allow is {shown(allow)}, expected a list of columns, such as ["class_statistics"]')
     unknown = sorted({str(item) for item in allow if item not in COLUMNS})
     if unknown:
-        raise ConfigurationError(f"allow has unknown columns {', '.join(unknown)}; must be in {', '.join(COLUMNS)}")
+        meant = did_you_mean(unknown[0], COLUMNS)
+        expected = f"{f'{meant} Must' if meant else '; must'} be in {', '.join(COLUMNS)}"
+        raise ConfigurationError(f"allow has unknown columns {', '.join(unknown)}{expected}")
 
 
 def check_groups(**groups: object) -> None:

@@ -79,7 +79,12 @@ def _check_module(module: object) -> None:
         ConfigurationError: The argument is neither a module nor a function.
         ModelError: The module is not a local model.
     """
-    check_function("model", module, "that returns a torch.nn.Module, or the module itself")
+    by_name = (
+        f"; for a built-in model, lambda: fleetdistill.models.build_model({module!r})"
+        if isinstance(module, str)
+        else ""
+    )
+    check_function("model", module, f"that returns a torch.nn.Module, or the module itself{by_name}")
     torch = get_loaded("torch")  # an app that passes a module has loaded it
     if torch is not None and isinstance(module, torch.nn.Module):
         from fleetdistill.training.model import check_local_model
