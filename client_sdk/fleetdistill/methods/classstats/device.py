@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fleetdistill.data.samples import named
 from fleetdistill.knowledge import GENERAL, OWN, PERSONAL
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers
 from fleetdistill.methods.classstats.class_space import coordinates, pack_space, unpack_space
@@ -46,8 +47,9 @@ class ClassStatsDevice(DeviceMethod):
     def __init__(self, config: SpaceConfig, local: Local) -> None:
         super().__init__(config, local)
         if config.features == SCATTERING:
-            for part in (local.data.first, *parts_of(local.data.inputs)):
-                check_images(part.cpu().numpy(), tuple(part.shape[1:]))
+            with named("data"):
+                for part in (local.data.first, *parts_of(local.data.inputs)):
+                    check_images(part.cpu().numpy(), tuple(part.shape[1:]))
         labels = local.data.labels.cpu().numpy()
         self.own = self.statistics(config, lambda: self._fixed.of(local.data.inputs), labels, local.classes)
         self._predictor: torch.nn.Module | None = None
