@@ -11,7 +11,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -46,9 +46,6 @@ class CountingConfig(LocalTraining):
     steps: int = 2
     large_share: float = 0.1
     ballast_bytes: int = 4096
-
-    def for_classes(self, classes: int) -> Self:
-        return self
 
 
 class CountingDevice(DeviceMethod):

@@ -11,6 +11,8 @@ from support.processes import python
 
 from fleetdistill import methods
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers
+from fleetdistill.methods.local import LocalTraining
 from fleetdistill_server import methods as server_methods
 from fleetdistill_server.config.run_config import run_config
 
@@ -63,6 +65,26 @@ def test_a_configuration_that_is_no_local_training_is_refused(registered: None) 
         methods.register("foreign", Foreign, counting.CountingDevice)
     with pytest.raises(ConfigurationError, match="unknown method"):
         methods.config_class("foreign")
+
+
+def test_a_config_and_a_device_half_need_no_further_members() -> None:
+    """A configuration of settings alone, and a device half of handlers alone: one of two steps and the delivery."""
+
+    class Plain(LocalTraining):
+        pass
+
+    class Half(DeviceMethod):
+        @answers("train", "predict")
+        def work(self, ask: Ask) -> Answer:
+            raise AssertionError
+
+        @answers("deliver")
+        def take(self, ask: Ask) -> Answer:
+            raise AssertionError
+
+    config = Plain()
+    assert config.for_classes(3) is config
+    assert set(Half.metrics_steps(config)) == {"train", "predict"}
 
 
 @pytest.mark.parametrize("name", ["counting", "os", "../methods/feddkc", "chaos.counting"])

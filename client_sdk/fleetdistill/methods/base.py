@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from fleetdistill.errors import ConfigurationError, WireError
-from fleetdistill.knowledge import GENERAL, Kind, Metric, ModelParameters, Parts, Plan
+from fleetdistill.knowledge import DELIVER, GENERAL, Kind, Metric, ModelParameters, Parts, Plan
 from fleetdistill.models import USUAL_PREDICTOR
 from fleetdistill.names import unknown_name
 
@@ -156,8 +156,11 @@ class DeviceMethod:
 
     @classmethod
     def metrics_steps(cls, config: Any) -> Sequence[str]:
-        """Returns the steps after which metrics are measured: one of them is the device's last step of each round."""
-        raise NotImplementedError
+        """Returns the steps after which metrics are measured: one of them is the device's last step of each round.
+
+        By default after every step but `deliver`; a method of several steps saves time with the last one alone.
+        """
+        return [step for step in _handlers(cls) if step != DELIVER]  # type: ignore[arg-type]  # as in `handle`
 
     def handle(self, ask: Ask) -> Answer:
         """Calls the handler of the ask's step. Raises WireError if the step has no handler."""

@@ -120,6 +120,14 @@ class LocalTraining:
         """
         return ""
 
+    def for_classes(self, classes: int) -> Self:
+        """Returns this configuration with the defaults that depend on the number of classes filled in; by default none.
+
+        Raises:
+            ConfigurationError: A setting is out of its range for so many classes.
+        """
+        return self
+
     def cross_entropy_epochs(self, participation: int) -> int:
         """Returns the epochs on labels in a device's n-th round, counted from 1; controls train for equally many."""
         return self.local_epochs

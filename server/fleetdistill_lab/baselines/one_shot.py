@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +44,6 @@ class OneShotConfig(LocalTraining):
 
     usual_rounds: ClassVar[int] = 1
     keeps_optimizer: ClassVar[bool] = True
-
-    def for_classes(self, classes: int) -> Self:
-        """Returns this configuration: no setting depends on the number of classes."""
-        return self
 
     def reveals(self) -> str:
         """See `LocalTraining.reveals`."""

@@ -93,10 +93,6 @@ class CDKTConfig(LocalTraining):
         for name in ("global_epochs", "min_server_steps"):
             check_range(name, getattr(self, name), 1)
 
-    def for_classes(self, classes: int) -> CDKTConfig:
-        """Returns this configuration: no setting depends on the number of classes."""
-        return self
-
     @classmethod
     def paper_values(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the paper's values; weights and rates are the authors' for Fashion-MNIST with all devices."""

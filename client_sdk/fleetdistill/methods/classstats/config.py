@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge.statistics import MIN_ROWS_PER_DIRECTION
@@ -77,10 +77,6 @@ class SpaceConfig(LocalTraining):
                 f"own_network = 'taught' needs images from the scattering, but features is {self.features!r}; set "
                 "own_network = 'kept' or features = 'scattering'"
             )
-
-    def for_classes(self, classes: int) -> Self:
-        """Returns this configuration: no setting depends on the number of classes."""
-        return self
 
     def dimensions_for(self, input_shape: tuple[int, ...], features: int) -> int:
         """Returns the numbers of a row in a run.

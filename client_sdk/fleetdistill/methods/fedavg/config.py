@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
 from fleetdistill.methods.base import check_choice, check_share
 from fleetdistill.methods.local import LocalTraining
@@ -33,10 +32,6 @@ class FedAvgConfig(LocalTraining):
         super().__post_init__()
         check_share("learning_rate_round_decay", self.learning_rate_round_decay)
         check_choice("weighting", self.weighting, WEIGHTINGS)
-
-    def for_classes(self, classes: int) -> Self:
-        """Returns this configuration: no setting depends on the number of classes."""
-        return self
 
     def local_rate(self, number: int) -> float:
         """Returns the local learning rate in a round, counted from 1."""

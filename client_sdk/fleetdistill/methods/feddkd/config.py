@@ -92,10 +92,6 @@ class FedDKDConfig(LocalTraining):
             check_range(name, getattr(self, name), low)
         check_range("divergence_factor", self.divergence_factor, 1, open_low=True)
 
-    def for_classes(self, classes: int) -> FedDKDConfig:
-        """Returns this configuration: no setting depends on the number of classes."""
-        return self
-
     def reveals(self) -> str:
         """See `LocalTraining.reveals`."""
         if not self.dkd_steps or self.dkd_batch_size >= MIN_BATCH:
