@@ -15,6 +15,8 @@ from fleetdistill.methods.base import Answer, Ask, DeviceMethod, answers
 from fleetdistill.methods.local import LocalTraining
 from fleetdistill_server import methods as server_methods
 from fleetdistill_server.config.run_config import run_config
+from fleetdistill_server.methods.base import ServerMethod
+from fleetdistill_server.methods.cohort import Cohort
 
 
 @pytest.fixture
@@ -85,6 +87,21 @@ def test_a_config_and_a_device_half_need_no_further_members() -> None:
     config = Plain()
     assert config.for_classes(3) is config
     assert set(Half.metrics_steps(config)) == {"train", "predict"}
+
+
+def test_server_half_without_a_required_member_is_refused(registered: None) -> None:
+    class Half(ServerMethod):
+        summary = "has no state"
+
+        async def round(self, cohort: Cohort) -> None:
+            raise AssertionError
+
+    with pytest.raises(
+        ConfigurationError,
+        match=r"^Half, the server half of method 'own', lacks exchanges, state_dict, load_state_dict; define what",
+    ):
+        server_methods.register("own", Half)
+    assert "own" not in server_methods.registered
 
 
 @pytest.mark.parametrize("name", ["counting", "os", "../methods/feddkc", "chaos.counting"])

@@ -35,6 +35,8 @@ SERVER_METHODS: Mapping[str, str] = MappingProxyType(
 """Server half of each built-in method, as `module:class`."""
 
 registered: dict[str, type[ServerMethod]] = {}
+_REQUIRED = ("summary", "exchanges", "round", "state_dict", "load_state_dict")
+"""Members of a server half that `ServerMethod` does not define, or defines only to document them."""
 
 
 def register(method: str, server: type[ServerMethod]) -> None:
@@ -44,12 +46,23 @@ def register(method: str, server: type[ServerMethod]) -> None:
     checks run.toml with the configuration.
 
     Raises:
-        ConfigurationError: Another method has this name.
+        ConfigurationError: Another method has this name, or the class lacks a member that each server half defines.
     """
+    if missing := [name for name in _REQUIRED if _is_missing(server, name)]:
+        raise ConfigurationError(
+            f"{server.__name__}, the server half of method {method!r}, lacks {', '.join(missing)}; define what "
+            "fleetdistill_server.methods.base.ServerMethod says of it"
+        )
     if method in SERVER_METHODS or registered.get(method, server) is not server:
         raise ConfigurationError(f"method {method!r} is already registered; register yours under another name")
     registered[method] = server
     note_registration(server)
+
+
+def _is_missing(server: type[ServerMethod], name: str) -> bool:
+    from fleetdistill_server.methods.base import ServerMethod  # loads torch
+
+    return next((owner for owner in server.__mro__ if name in vars(owner)), ServerMethod) is ServerMethod
 
 
 def server_class(method: str) -> type[ServerMethod]:
