@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 import sys
 import tomllib
@@ -52,6 +53,8 @@ _SECTIONS = {"simulation": Simulation, "fleet": FleetBehaviour}
 """Sections with the fields of a class."""
 _CHECKED_LATER = {"method": "settings", "partition": "partition_settings"}
 """Sections with the settings of what a field names, and the fields of `Simulation` that have them."""
+_NO_LIST = ("tuple_type", "sequence_str", "is_instance_of")
+"""pydantic's errors for a value that is not a list."""
 _OTHER_SECTIONS = (*_CHECKED_LATER.values(), "behaviour")
 """Fields of `Simulation` that have a section of their own."""
 
@@ -152,7 +155,9 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        raise ConfigurationError(f"{name} is {value!r}: {error.errors()[0]['msg']}") from error
+        first = error.errors()[0]
+        expected = f", expected a list, such as {json.dumps([str(value)])}" if first["type"] in _NO_LIST else ""
+        raise ConfigurationError(f"{name} is {value!r}{expected or ': ' + first['msg']}") from error
 
 
 def merge_settings(base: Simulation, sections: Mapping[str, Mapping[str, Any]]) -> Simulation:
