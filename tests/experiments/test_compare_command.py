@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.outside import EXAMPLES, fresh_process
 from typer.testing import CliRunner
 
 from fleetdistill_server.cli.app import app
@@ -82,6 +83,19 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(
     assert sentence in said.stderr
     assert said.stderr.startswith("error: ")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("how", ["--import", "file"])
+def test_methods_of_own_modules_are_compared(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their settings are checked, so that they are known."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    (tmp_path / "own.toml").write_text('[simulation]\nmodules = ["own_method"]\n')
+    words = ["--import", "own_method"] if how == "--import" else [str(tmp_path / "own.toml")]
+    with fresh_process("own_method"):
+        said = call(tmp_path / "out", *words, "--method", "proximal", "--set", "proximal.mu=-1")
+        unknown = call(tmp_path / "out", "--import", "no_such_module", "--method", "proximal")
+    assert "mu must be >= 0" in said.stderr
+    assert "no_such_module" in unknown.stderr
 
 
 @pytest.mark.long

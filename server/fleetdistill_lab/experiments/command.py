@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fleetdistill.errors import ConfigurationError, RunError
+from fleetdistill.methods.outside import import_modules
 from fleetdistill.names import unknown_name
 from fleetdistill_console.tables import show
-from fleetdistill_server.cli.options import JsonOption, report_errors
+from fleetdistill_server.cli.options import ImportOption, JsonOption, report_errors
 from fleetdistill_server.start import INTERRUPTED, ctrl_c_interrupts
 from fleetdistill_server.texts import counted
 from fleetdistill_server.views.runs import View
@@ -46,6 +47,7 @@ def compare(
             "fedprox.mu=0.01 for one; repeatable.",
         ),
     ] = None,
+    import_: ImportOption = None,
     data_dir: _DataDir = None,
     workers: _Workers = 1,
     out: Annotated[Path, typer.Option(help="Folder of the runs and results.")] = Path("out/compare"),
@@ -62,6 +64,9 @@ def compare(
     if not method or len(set(method)) < len(method):
         raise ConfigurationError("--method must be given once for each method to compare, and each name once")
     sections, own = _sections(config, set_ or [], method)
+    if import_:
+        sections["simulation"] = {**sections.get("simulation", {}), "modules": import_}
+    import_modules(sections.get("simulation", {}).get("modules", ()), "--import")
     experiment = Experiment(
         name="compare",
         title=f"{', '.join(method)}",
@@ -73,7 +78,9 @@ def compare(
     _show_comparison(experiment, out, as_json)
 
 
-def _sections(config: Path | None, texts: Sequence[str], methods: Sequence[str]) -> tuple[Sections, Sections]:
+def _sections(
+    config: Path | None, texts: Sequence[str], methods: Sequence[str]
+) -> tuple[dict[str, dict[str, Any]], Sections]:
     """Returns the settings of a file and of `--set`: by section, and those of single methods by method."""
     from fleetdistill_lab.simulation.options import read_settings
 
