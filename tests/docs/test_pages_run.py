@@ -213,14 +213,14 @@ SIMULATES = [
     )
 ]
 """Pages that simulate for long; docs/tutorials/first-fleet.md does so in little time."""
-DRAWS = "docs/how-to/run-experiments.md"
+DRAWS = ("docs/how-to/run-experiments.md", "docs/tutorials/send-own-tensors.md")
 
 
 def marks(page: str) -> list[pytest.MarkDecorator]:
     of_page = (
         (pytest.mark.slow, serves(page)),
         (pytest.mark.long, page in SIMULATES),
-        (pytest.mark.pictures, page == DRAWS),
+        (pytest.mark.pictures, page in DRAWS),
     )
     return [mark for mark, applies in of_page if applies]
 
