@@ -317,7 +317,8 @@ def test_simulate_prints_the_report_that_it_writes(tmp_path: Path) -> None:
         ("simulation.modules=[5]", "--set [simulation] modules is [5]: Input should be a valid string"),
         ("simulation.quorum=0", "quorum is 0.0, must be above 0"),
         ("partition.min_sise=1", "[partition] unknown setting 'min_sise'; did you mean 'min_size'?"),
-        ("partition.min_size=-1", "min_size is -1"),
+        ("partition.min_size=-1", "[partition] min_size is -1, must be at least 0"),
+        ("simulation.alpha=0", "alpha is 0.0, must be a finite number > 0"),
         ("fleet.churn=often", "--set [fleet] churn is 'often': Input should be a valid number"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,24 @@ def test_what_cannot_run_is_refused(old: str, new: str, sentence: str, tmp_path:
     with pytest.raises(ConfigurationError) as caught:
         read_experiment(write(tmp_path, TEXT.replace(old, new, 1))).cells()
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("alpha = [0.1, 1.0]", "alpha = [0.1, 0]", "FedAvg, alpha 0, all: alpha is 0.0, must be a finite number > 0"),
+        ("alpha = [0.1, 1.0]", 'alpha = ["x"]', "FedAvg, alpha x, all: [simulation] alpha is 'x'"),
+        ("rounds = 4", '"partition.min_size" = -1', "FedAvg, alpha 0.1, all: [partition] min_size is -1"),
+        ("rounds = 4", '"method.batch_size" = 0', "FedAvg, alpha 0.1, all: [method] batch_size must be >= 1"),
+        ("grid.alpha = [0.5]", "grid.alpha = [-1.0]", "FedAvg, alpha -1.0, all: alpha is -1.0"),
+        ('order = ["fedprox"', 'order = ["FedProx"', "unknown label of a method 'FedProx'"),
+    ],
+)
+def test_file_with_a_value_out_of_range_is_not_read(old: str, new: str, sentence: str, tmp_path: Path) -> None:
+    assert old in TEXT
+    changed = TEXT.replace(old, new, 1).replace('"alpha 0.1, all" = 61.5', "")
+    with pytest.raises(ConfigurationError, match="^" + re.escape(f"{tmp_path}/three.toml: {sentence}")):
+        read_experiment(write(tmp_path, changed), "small" if "-1.0" in new else "")
 
 
 def test_unknown_names_list_the_known_ones(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from fleetdistill.methods.outside import import_modules
 from fleetdistill.names import unknown_name
 from fleetdistill_console.tables import show
 from fleetdistill_server.cli.options import ImportOption, JsonOption, report_errors
+from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.start import INTERRUPTED, ctrl_c_interrupts
 from fleetdistill_server.texts import counted
 from fleetdistill_server.views.runs import View
@@ -242,10 +243,10 @@ def run(
 @report_errors
 def list_experiments() -> None:
     """Lists the experiments that come with the package. Example: fleetdistill experiment list"""
-    from fleetdistill_lab.experiments.definition import packaged, read_experiment
+    from fleetdistill_lab.experiments.definition import packaged
 
     for name, file in packaged().items():
-        typer.echo(f"{name:<20}  {read_experiment(file).title}")
+        typer.echo(f"{name:<20}  {read_toml(file)['title']}")
 
 
 @experiment_app.command("show")

@@ -281,10 +281,12 @@ class Experiment:
             merged = {**values, **_of_section(changes, name)}
             sections[name] = {key: value for key, value in merged.items() if value is not None}
         sections = {name: values for name, values in sections.items() if values}
-        where = f"{label}: "
-        checked = {name: check_section(where, name, values, Path()) for name, values in sections.items()}
-        simulation = merge_settings(Simulation(method=method), checked)
-        check_settings(simulation)
+        try:
+            checked = {name: check_section("", name, values, Path()) for name, values in sections.items()}
+            simulation = merge_settings(Simulation(method=method), checked)
+            check_settings(simulation)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{join_names(label, point)}: {error}") from error
         return Cell(label, point, simulation, sections, f"{method}-{_digest(simulation)}")
 
     def check_names(self) -> None:
@@ -376,19 +378,26 @@ def read_experiment(file: Path, scale: str = "") -> Experiment:
         scale: Name of a section under [scales] whose settings replace those of the file; empty or `paper` for none.
 
     Raises:
-        ConfigurationError: The file cannot be read, or an entry is unknown or has another type.
+        ConfigurationError: The file cannot be read, an entry is unknown or has another type, or a setting of a run is
+            out of range.
     """
     contents = read_toml(file)
     scales = contents.pop("scales", {})
-    usual = _make(file, contents, SCALE)
-    if not scale or scale == SCALE:
-        return usual
-    if scale not in scales:
-        raise ConfigurationError(f"{file}: {unknown_name('scale', scale, (SCALE, *scales))}")
-    usual.check_names()
-    changes = dict(scales[scale])
-    grid = {**contents.get("grid", {}), **changes.pop("grid", {})}  # an axis is replaced, not merged
-    return _make(file, {**_merge(contents, changes), "grid": grid}, scale).without_other_points(usual.points)
+    result = usual = _make(file, contents, SCALE)
+    try:
+        if scale and scale != SCALE:
+            if scale not in scales:
+                raise ConfigurationError(unknown_name("scale", scale, (SCALE, *scales)))
+            usual.check_names()
+            changes = dict(scales[scale])
+            grid = {**contents.get("grid", {}), **changes.pop("grid", {})}  # an axis is replaced, not merged
+            result = _make(file, {**_merge(contents, changes), "grid": grid}, scale).without_other_points(usual.points)
+        one_seed = replace(result, seeds=result.seeds[:1])
+        one_seed.cells()
+        one_seed.tuning_cells()
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{file}: {str(error).removeprefix(f'{file}: ')}") from error
+    return result
 
 
 def _make(file: Path, contents: Mapping[str, Any], scale: str) -> Experiment:

@@ -19,8 +19,8 @@ from fleetdistill_lab.simulation.controls.fedavg import check_fedavg
 from fleetdistill_lab.simulation.controls.local_only import start_model
 from fleetdistill_lab.simulation.data.datasets import Dataset
 from fleetdistill_lab.simulation.data.hugging_face import is_hugging_face
-from fleetdistill_lab.simulation.data.partition import check_partition_settings
-from fleetdistill_lab.simulation.data.split import Partition
+from fleetdistill_lab.simulation.data.partition import check_partition_settings, partition_parameters
+from fleetdistill_lab.simulation.data.split import Partition, check_alpha
 from fleetdistill_lab.simulation.data.test_parts import GLOBAL, LOCAL_CLIENT, LOCAL_SPLIT, TEST_PARTS
 from fleetdistill_lab.simulation.report.metrics import check_top_k
 from fleetdistill_lab.simulation.report.plots import check_figure
@@ -86,6 +86,11 @@ def check_settings(wanted: Simulation) -> None:
             f"client_column is {wanted.client_column!r}, but the data set is not one of the Hugging Face Hub; remove it"
         )
     check_partition_settings(wanted.partition, wanted.partition_settings)
+    needed = partition_parameters(wanted.partition)
+    if "alpha" in needed:
+        check_alpha(wanted.alpha)
+    if "classes_per_device" in needed and wanted.classes_per_device < 1:
+        raise ConfigurationError(f"classes_per_device is {wanted.classes_per_device}, must be at least 1")
     for name in wanted.predictors:
         if name not in PREDICTORS:
             raise ConfigurationError(unknown_name("predictor", name, PREDICTORS))

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.methods.base import check_choice
 from fleetdistill.names import unknown_name
 from fleetdistill_lab.simulation.data.dealing import (
     ROUNDINGS,
@@ -295,11 +296,15 @@ def partition_parameters(kind: str) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("labels", "devices", "seed"))
 
 
+_LOWEST = {"min_size": 0, "max_tries": 1, "stride": 1, "unbalanced": 0}
+"""Smallest values of parameters with a default."""
+
+
 def check_partition_settings(kind: str, settings: Mapping[str, Any]) -> None:
-    """Checks the names and types of a partition's further parameters, those with a default.
+    """Checks the names, types and ranges of a partition's further parameters, those with a default.
 
     Raises:
-        ConfigurationError: `kind` is unknown, has no such parameter, or the value has another type.
+        ConfigurationError: `kind` is unknown, has no such parameter, or the value has another type or is out of range.
     """
     types = get_type_hints(deal := _known(kind))
     known = [item.name for item in inspect.signature(deal).parameters.values() if item.default is not item.empty]
@@ -317,6 +322,10 @@ def check_partition_settings(kind: str, settings: Mapping[str, Any]) -> None:
         accepted = (int, float) if types[name] is float else types[name]
         if not isinstance(value, accepted) or (isinstance(value, bool) and types[name] is not bool):
             raise ConfigurationError(f"[partition] {name} is {value!r}, expected {types[name].__name__}")
+        if name in _LOWEST and not _LOWEST[name] <= value < math.inf:
+            raise ConfigurationError(f"[partition] {name} is {value}, must be at least {_LOWEST[name]}")
+        if name == "rounding":
+            check_choice("rounding", value, list(ROUNDINGS))
 
 
 def partition(kind: str, labels: npt.ArrayLike, devices: int, seed: int, **parameters: Any) -> Partition:
