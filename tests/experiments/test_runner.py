@@ -238,6 +238,7 @@ def test_ctrl_c_ends_with_a_sentence_and_continues(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.pictures
 def test_failed_run_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its data set is missing; the other run is not concerned."""
     monkeypatch.delenv("FLEETDISTILL_DATA", raising=False)
@@ -252,6 +253,11 @@ def test_failed_run_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.
         by_status = {run.status: run for run in results.runs().values()}
     assert by_status.keys() == {"finished", "failed"}
     assert "femnist-digits" in by_status["failed"].error
+    with open_results(tmp_path / "out") as results:
+        written = write_report(two, results, tmp_path / "report")
+    assert written.tables[0].rows[1] == ["bad", "failed (1 of 1 seeds)"]
+    assert f"Failed: bad, seed 0: {by_status['failed'].error}" in written.warnings
+    assert "1 finished, 1 failed" in written.page.read_text()
 
 
 def test_two_calls_do_not_run_in_one_folder(done) -> None:

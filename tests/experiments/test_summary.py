@@ -175,6 +175,15 @@ def test_partial_means_say_their_seeds_and_are_not_the_best() -> None:
     assert table.strong == {(0, 1)}
 
 
+def test_failed_runs_are_not_those_that_have_not_run() -> None:
+    values = {"": {"a": {0: 0.5, 1: 0.5, 2: 0.5}, "b": {0: 0.9}, "c": {}, "d": {}}}
+    finished, failed = {("", "a"): 3, ("", "b"): 1}, {("", "b"): 2, ("", "c"): 3}
+    found = summarize(values, "a", finished, 3, failed)
+    expected = ["50.0 ± 0.0", "90.0 (1 of 3 seeds, 2 failed)", "failed (3 of 3 seeds)", "not run"]
+    assert [row[1] for row in summary_table("accuracy", found, "a", {}).rows] == expected
+    assert [one.failed for one in found] == [0, 2, 3, 0]
+
+
 def test_no_difference_from_a_reference_without_all_figures() -> None:
     """Seeds that reached the target say nothing of a method beside those that did not."""
     values = {"": {"a": {0: 3.0, 1: 4.0}, "b": {0: 2.0, 1: 2.0, 2: 3.0}}}

@@ -119,8 +119,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
     cells, runs = results.cells(), results.runs()
     finished = [cell for cell in cells if cell.run in runs and runs[cell.run].status == FINISHED]
     by_status = Counter(runs[cell.run].status if cell.run in runs else "not run" for cell in cells)
-    counts = Counter((cell.point, cell.label) for cell in finished)
-    metrics, short = _metric_sections(experiment, results, counts, writer)
+    metrics, short = _metric_sections(experiment, results, writer)
     warnings = _warnings(experiment, results, by_status)
     sections = [
         *metrics,
@@ -193,9 +192,8 @@ def model_lines(experiment: Experiment) -> list[str]:
     ]
 
 
-def _metric_sections(
-    experiment: Experiment, results: Results, counts: Mapping[tuple[str, str], int], writer: _Writer
-) -> tuple[list[_Section], list[Table]]:
+def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) -> tuple[list[_Section], list[Table]]:
+    counts = {status: results.counts(status) for status in (FINISHED, FAILED)}
     reference = experiment.reference or next(iter(experiment.methods))
     lines = [
         f"Mean ± standard deviation over seeds; differences from {reference} are paired by seed, with the p value of "
@@ -206,7 +204,9 @@ def _metric_sections(
     note = " ".join([f"In percent where a figure is a rate. {lines[0]}", *model_lines(experiment)])
     tables, short = _Section("Results", lines), list[Table]()
     for metric in experiment.metrics:
-        summaries = summarize(results.values(metric), reference, counts, len(experiment.seeds))
+        summaries = summarize(
+            results.values(metric), reference, counts[FINISHED], len(experiment.seeds), counts[FAILED]
+        )
         printed = experiment.printed.get(metric, {})
         table = summary_table(metric, summaries, reference, printed, note)
         short.append(short_table(metric, summaries, printed))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import platform
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -329,6 +330,11 @@ class Results:
     def cells(self) -> list[StoredCell]:
         """Returns the experiment's cells, in their order."""
         return [StoredCell(**row) for row in self.database["cells"].rows_where(order_by="rowid")]
+
+    def counts(self, status: str) -> Counter[tuple[str, str]]:
+        """Returns the number of cells whose runs have a status, by grid point and label."""
+        text = "SELECT point, label FROM cells JOIN runs USING (run) WHERE status = ?"
+        return Counter((row["point"], row["label"]) for row in self.database.query(text, [status]))
 
     def models(self, point: str) -> list[ModelRow]:
         """Returns the models of a grid point's finished cells, in the order of the cells."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from fleetdistill_lab.experiments.definition import Claim
 from fleetdistill_lab.experiments.metrics import METRICS
@@ -152,6 +153,7 @@ class Summary:
         point: The grid point.
         seeds: Number of seeds that have the figure.
         missing: Number of finished seeds without the figure, such as runs that did not reach the target.
+        failed: Number of seeds whose run failed.
         wanted: Number of seeds of the experiment.
         mean, spread: Mean and standard deviation; None without a seed, or with one.
         difference, difference_spread: The same of the paired difference from the reference; None for the reference.
@@ -163,6 +165,7 @@ class Summary:
     point: str
     seeds: int
     missing: int
+    failed: int
     wanted: int
     mean: float | None
     spread: float | None
@@ -171,7 +174,13 @@ class Summary:
     p: float | None
 
 
-def summarize(values: Values, reference: str, finished: Mapping[tuple[str, str], int], wanted: int) -> list[Summary]:
+def summarize(
+    values: Values,
+    reference: str,
+    finished: Mapping[tuple[str, str], int],
+    wanted: int,
+    failed: Mapping[tuple[str, str], int] = MappingProxyType({}),
+) -> list[Summary]:
     """Returns the summaries of one metric, points outermost.
 
     A mean is over all finished seeds or does not exist: where a seed has no figure, such as a target that it did not
@@ -182,6 +191,7 @@ def summarize(values: Values, reference: str, finished: Mapping[tuple[str, str],
         reference: Label from which differences are.
         finished: Number of finished runs by point and label.
         wanted: Number of seeds of the experiment.
+        failed: Number of failed runs by point and label.
     """
     keys = [(point, label) for point, of in values.items() for label in of]
     lacks = {key: finished.get(key, 0) - len(values[key[0]][key[1]]) for key in keys}
@@ -198,7 +208,11 @@ def summarize(values: Values, reference: str, finished: Mapping[tuple[str, str],
         missing = lacks[point, label]
         mean, spread = mean_and_spread(known) if not missing else (None, None)
         difference = mean_and_spread(differences[point, label])
-        result.append(Summary(label, point, len(known), missing, wanted, mean, spread, *difference, p))
+        result.append(
+            Summary(
+                label, point, len(known), missing, failed.get((point, label), 0), wanted, mean, spread, *difference, p
+            )
+        )
     return result
 
 

@@ -153,8 +153,13 @@ def _mean_text(one: Summary, metric: str) -> str:
     if one.missing:
         text = "never" if METRICS[metric].needs_target else "none"
         return f"{text} in {one.missing} of {one.missing + one.seeds}" if one.seeds else text
-    text = format_value(one.mean, one.spread, METRICS[metric].unit) or "not run"
-    return f"{text} ({one.seeds} of {one.wanted} seeds)" if 0 < one.seeds < one.wanted else text
+    if not one.seeds:
+        return f"failed ({one.failed} of {one.wanted} seeds)" if one.failed else "not run"
+    text, failed = (
+        format_value(one.mean, one.spread, METRICS[metric].unit),
+        f", {one.failed} failed" if one.failed else "",
+    )
+    return f"{text} ({one.seeds} of {one.wanted} seeds{failed})" if one.seeds < one.wanted else text
 
 
 def claim_table(text: str, metric: str, pairs: Sequence[Pair]) -> Table:
