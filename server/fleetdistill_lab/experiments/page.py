@@ -155,7 +155,10 @@ def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, 
     result = [f"A control is missing: {CONTROLS[name]}." for name in missing_controls(methods)]
     result += _power_lines(experiment)
     if by_status.get("not run"):
-        result.append(f"{counted(by_status['not run'], 'cell')} not run yet; means are over the finished seeds.")
+        result.append(
+            f"{counted(by_status['not run'], 'cell')} not run yet: a mean says over how many seeds it is, and what "
+            "lacks a run has no difference, no p value and no verdict."
+        )
     runs = results.runs()
     for cell in results.cells():
         if cell.run in runs and runs[cell.run].status == FAILED:
@@ -198,7 +201,7 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
     lines = [
         f"Mean ± standard deviation over seeds; differences from {reference} are paired by seed, with the p value of "
         "a two-sided paired t test, adjusted by Holm's method for all methods and grid points of the table. The best "
-        "mean of a column is bold."
+        "mean of a column whose runs have all finished is bold."
     ]
     lines += model_lines(experiment)
     note = " ".join([f"In percent where a figure is a rate. {lines[0]}", *model_lines(experiment)])
@@ -217,14 +220,14 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
     )
     for number, claim in enumerate(experiment.claims, 1):
         metric = claim.metric or experiment.metrics[0]
-        pairs = check_claim(claim, metric, results.values(metric))
+        pairs = check_claim(claim, metric, results.values(metric), counts[FINISHED], len(experiment.seeds))
         claims.tables.append(writer.table(claim_table(claim.text, metric, pairs), f"claim-{number}", pairs))
         short.append(claims.tables[-1])
     models = _Section("All models", ["In %; differences are in accuracy on all classes, from the first row."])
     for point in experiment.points:
         rows = results.models(point)
         if rows:
-            drawn = lines_of(rows, reference)
+            drawn = lines_of(rows, reference, len(experiment.seeds))
             name = f"models{'-' if point else ''}{_slug(point)}"
             over = "; ".join(devices_lines(drawn, results.devices(point)))
             title = ". ".join(text for text in (point or "All models", over) if text)

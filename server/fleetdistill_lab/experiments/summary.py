@@ -10,6 +10,7 @@ from types import MappingProxyType
 from fleetdistill_lab.experiments.definition import Claim
 from fleetdistill_lab.experiments.metrics import METRICS
 from fleetdistill_lab.experiments.results import ModelRow
+from fleetdistill_server.texts import counted
 
 __all__ = [
     "Line",
@@ -71,6 +72,7 @@ class Line:
         method: Label of the method.
         name: The label, with the model's name if the method has several models.
         seeds: Number of seeds that have it.
+        wanted: Number of seeds that are to have it.
         accuracy, accuracy_spread: Mean accuracy on all classes, and its standard deviation over seeds; None if it was
             not scored, or with a single seed.
         own_accuracy, own_accuracy_spread: The same of `ComparisonRow.own_accuracy`.
@@ -79,7 +81,7 @@ class Line:
         devices: Number of devices that a seed's means are over; the smallest one of the seeds.
         untrained: Number of these that never took part; the largest one of the seeds.
         difference, difference_spread: Mean and standard deviation of the paired difference in accuracy from the first
-            line; None for the first line.
+            line; None for the first line, and if one of the two lacks a seed.
         p: Two-sided p value of a paired t test of the difference, by Holm's method for the number of lines; None if
             there are fewer than two pairs, or all differences are equal.
     """
@@ -87,6 +89,7 @@ class Line:
     method: str
     name: str
     seeds: int
+    wanted: int
     accuracy: float | None
     accuracy_spread: float | None
     own_accuracy: float | None
@@ -100,7 +103,7 @@ class Line:
     p: float | None = None
 
 
-def lines_of(rows: Sequence[ModelRow], reference: str = "") -> list[Line]:
+def lines_of(rows: Sequence[ModelRow], reference: str = "", wanted: int | None = None) -> list[Line]:
     """Returns a line for each model, in order of appearance, the models of the reference first.
 
     Differences are from the first model of the reference, over the seeds that have both.
@@ -108,14 +111,19 @@ def lines_of(rows: Sequence[ModelRow], reference: str = "") -> list[Line]:
     Args:
         rows: The models of all runs.
         reference: Label of a method; by default the first one.
+        wanted: Number of seeds of the experiment; by default that of the rows.
     """
+    wanted = len({row.seed for row in rows}) if wanted is None else wanted
     keys = list(dict.fromkeys((row.label, row.model) for row in rows))
     keys.sort(key=lambda key: key[0] != reference)
     by_key = {key: {row.seed: row for row in rows if (row.label, row.model) == key} for key in keys}
     accuracies = {
         key: {seed: row.accuracy for seed, row in of.items() if row.accuracy is not None} for key, of in by_key.items()
     }
-    differences = {key: paired(rates, accuracies[keys[0]]) for key, rates in accuracies.items()}
+    whole = {key for key, of in by_key.items() if len(of) >= wanted}
+    differences = {
+        key: paired(rates, accuracies[keys[0]]) if {key, keys[0]} <= whole else [] for key, rates in accuracies.items()
+    }
     p_values = holm([None if key == keys[0] else paired_p(differences[key]) for key in keys])
     models = {label: sum(other == label for other, _ in keys) for label, _ in keys}
     result = []
@@ -126,6 +134,7 @@ def lines_of(rows: Sequence[ModelRow], reference: str = "") -> list[Line]:
                 label,
                 f"{label} {model}" if models[label] > 1 else label,
                 len(of),
+                wanted,
                 *mean_and_spread(list(accuracies[key].values())),
                 *mean_and_spread([row.own_accuracy for row in of if row.own_accuracy is not None]),
                 statistics.mean(row.bytes for row in of),
@@ -184,7 +193,7 @@ def summarize(
     """Returns the summaries of one metric, points outermost.
 
     A mean is over all finished seeds or does not exist: where a seed has no figure, such as a target that it did not
-    reach, the mean of the others would be too good. So is a difference.
+    reach, the mean of the others would be too good. A difference is over all seeds or does not exist.
 
     Args:
         values: The metric.
@@ -195,10 +204,11 @@ def summarize(
     """
     keys = [(point, label) for point, of in values.items() for label in of]
     lacks = {key: finished.get(key, 0) - len(values[key[0]][key[1]]) for key in keys}
+    whole = {key for key in keys if len(values[key[0]][key[1]]) >= wanted}
     differences = {
-        (point, label): []
-        if label == reference or lacks[point, label] or lacks.get((point, reference))
-        else paired(values[point][label], values[point].get(reference, {}))
+        (point, label): paired(values[point][label], values[point][reference])
+        if label != reference and {(point, label), (point, reference)} <= whole
+        else []
         for point, label in keys
     }
     p_values = holm([paired_p(differences[key]) for key in keys])
@@ -241,7 +251,9 @@ class Pair:
         difference: Mean of its lead, above 0 if it is ahead; None without pairs.
         p: Two-sided p value of a t test of the leads, by Holm's method for the pairs of the claim. Leads at several
             grid points are treated as independent.
-        verdict: `holds`, `does not hold` (the order is the opposite one), or `not decided` at the level of 5 %.
+        left: Number of runs of both that have not finished; there is no p value then.
+        verdict: `holds`, `does not hold` (the order is the opposite one), or `not decided` at the level of 5 %. With
+            unfinished runs there is none, and it says how many they are.
     """
 
     better: str
@@ -250,21 +262,28 @@ class Pair:
     wins: int
     difference: float | None
     p: float | None
+    left: int
 
     @property
     def verdict(self) -> str:
+        if self.left:
+            return f"none yet: {counted(self.left, 'run')} not finished"
         if self.difference is None or self.p is None or self.p > LEVEL:
             return "not decided"
         return "holds" if self.difference > 0 else "does not hold"
 
 
-def check_claim(claim: Claim, metric: str, values: Values) -> list[Pair]:
+def check_claim(
+    claim: Claim, metric: str, values: Values, finished: Mapping[tuple[str, str], int], wanted: int
+) -> list[Pair]:
     """Compares each method of a claim with the next one of its order.
 
     Args:
         claim: The claim.
         metric: Its metric.
         values: The metric's values.
+        finished: Number of finished runs by point and label.
+        wanted: Number of seeds of the experiment.
     """
     sign = 1 if METRICS[metric].higher_is_better else -1
     points = [point for point in values if not claim.at or point in claim.at]
@@ -272,7 +291,11 @@ def check_claim(claim: Claim, metric: str, values: Values) -> list[Pair]:
         [sign * lead for point in points for lead in paired(values[point].get(one, {}), values[point].get(other, {}))]
         for one, other in zip(claim.order, claim.order[1:], strict=False)
     ]
-    p_values = holm([paired_p(leads) for leads in found])
+    left = [
+        sum(max(0, wanted - finished.get((point, label), 0)) for point in points for label in pair)
+        for pair in zip(claim.order, claim.order[1:], strict=False)
+    ]
+    p_values = holm([None if missing else paired_p(leads) for leads, missing in zip(found, left, strict=True)])
     return [
         Pair(
             better=one,
@@ -281,6 +304,7 @@ def check_claim(claim: Claim, metric: str, values: Values) -> list[Pair]:
             wins=sum(lead > 0 for lead in leads),
             difference=statistics.mean(leads) if leads else None,
             p=p,
+            left=missing,
         )
-        for one, other, leads, p in zip(claim.order, claim.order[1:], found, p_values, strict=False)
+        for one, other, leads, p, missing in zip(claim.order, claim.order[1:], found, p_values, left, strict=False)
     ]

@@ -69,7 +69,8 @@ def model_table(lines: Sequence[Line], title: str) -> Table:
     rows = [
         (
             line.name,
-            format_value(line.accuracy, line.accuracy_spread, "percent") or "not scored",
+            (format_value(line.accuracy, line.accuracy_spread, "percent") or "not scored")
+            + (f" ({line.seeds} of {line.wanted} seeds)" if line.seeds < line.wanted else ""),
             format_value(line.own_accuracy, line.own_accuracy_spread, "percent") or "not scored",
             readable_bytes(round(line.bytes)),
             f"{line.exchanges:.3g}",
@@ -125,9 +126,10 @@ def summary_table(
     header = [""]
     strong = set[tuple[int, int]]()
     for point in points:
-        complete = [label for label in labels if by_key[label, point].seeds == by_key[label, point].wanted]
-        means = {label: mean for label in complete if (mean := by_key[label, point].mean) is not None}
-        if means and len(labels) > 1:
+        found = {label: by_key[label, point] for label in labels}
+        complete = all(one.seeds + one.missing == one.wanted for one in found.values())
+        means = {label: one.mean for label, one in found.items() if one.mean is not None}
+        if means and complete and len(labels) > 1:
             best = (max if better else min)(means, key=means.__getitem__)
             strong.add((labels.index(best), len(header)))
         header.append(point or METRICS[metric].title)
