@@ -173,6 +173,23 @@ def test_experiment_stopped_while_tuning_has_a_report(tmp_path: Path) -> None:
         assert "3 cells not run yet" in " ".join(write_report(tuned, results, tmp_path / "report").warnings)
 
 
+@pytest.mark.pictures
+def test_page_says_settings_by_point_and_kinds_in_words(done, tmp_path: Path) -> None:
+    """Seed 1 of the results becomes a second grid point whose runs had another learning rate."""
+    folder, _ = done
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    with sqlite3.connect(tmp_path / "results.sqlite") as database:
+        database.execute("UPDATE cells SET point = 'alpha ' || (seed + 1), seed = 0")
+        database.execute("UPDATE runs SET method_settings = json_set(method_settings, '$.learning_rate', 0.7 + seed)")
+    grid = {"alpha": {f"alpha {alpha}": {"simulation.alpha": float(alpha)} for alpha in (1, 2)}}
+    with open_results(tmp_path) as results:
+        text = write_report(experiment(seeds=[0], grid=grid), results, tmp_path / "report").page.read_text()
+    assert "learning_rate = 0.7 (alpha 1) or 1.7 (alpha 2), " in text
+    assert "batch_size = 32, " in text
+    assert "<th></th><th>headers</th><th>model</th>" in text
+    assert "model_parameters" not in text
+
+
 def test_parquet_files_equal_the_database(done) -> None:
     folder, _ = done
     with sqlite3.connect(folder / "results.sqlite") as database:
@@ -352,6 +369,8 @@ def test_tuned_value_is_the_best_on_held_out_rows(tmp_path: Path) -> None:
         chosen = [runs[cell.run].settings["method"]["learning_rate"] for cell in results.cells()]
         assert chosen == [0.05, 0.05]
         assert len(runs) == 6
+        page = write_report(tuned, results, tmp_path / "report").page.read_text()
+    assert "learning_rate = 0.05" in page
 
 
 @pytest.mark.long

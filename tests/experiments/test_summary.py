@@ -232,6 +232,9 @@ def test_table_shows_percent_and_points() -> None:
     assert "60.0 ± 14.1" in text
     assert "+15.0 ± 7.1" in text
     assert "from a" in text
+    without = model_table(lines_of(ROWS), "title", with_p=False)
+    assert [len(cells) for cells in without.rows] == [len(without.header)] * 3
+    assert without.header[-1] == "from a"
 
 
 def test_model_without_scores_is_said_to_have_none() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleetdistill.knowledge import KINDS
 from fleetdistill.methods import device_class
 from fleetdistill_lab.experiments.definition import Experiment, join_names
 from fleetdistill_lab.experiments.figures import (
@@ -216,14 +217,23 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         tables.tables.append(writer.table(table, f"metric-{metric}", summaries))
     claims = _Section(
         "The order in the source",
-        ["Each method beside the next one of the order that the source prints, over all grid points and seeds."],
+        [
+            "Each method beside the next one of the order that the source prints, over all grid points and seeds, with "
+            "the p value of a two-sided t test of the leads, adjusted by Holm's method for the pairs of the claim."
+        ],
     )
     for number, claim in enumerate(experiment.claims, 1):
         metric = claim.metric or experiment.metrics[0]
         pairs = check_claim(claim, metric, results.values(metric), counts[FINISHED], len(experiment.seeds))
         claims.tables.append(writer.table(claim_table(claim.text, metric, pairs), f"claim-{number}", pairs))
         short.append(claims.tables[-1])
-    models = _Section("All models", ["In %; differences are in accuracy on all classes, from the first row."])
+    models = _Section(
+        "All models",
+        [
+            "In %; differences are in accuracy on all classes, from the first row. P values are only in the tables of "
+            "the metrics, where they are adjusted for all comparisons of the table."
+        ],
+    )
     for point in experiment.points:
         rows = results.models(point)
         if rows:
@@ -231,7 +241,7 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
             name = f"models{'-' if point else ''}{_slug(point)}"
             over = "; ".join(devices_lines(drawn, results.devices(point)))
             title = ". ".join(text for text in (point or "All models", over) if text)
-            models.tables.append(writer.table(model_table(drawn, title), name, rows))
+            models.tables.append(writer.table(model_table(drawn, title, with_p=False), name, rows))
             caption = f"Accuracy by bytes {point}".strip()
             models.figures.append(writer.figure(draw_lines(drawn, point), name, caption))
     return [tables, claims, models], short
@@ -292,23 +302,43 @@ def _traffic_table(results: Results, traffic: Any) -> Table:
     means = traffic.groupby(["label", "kind"], sort=False)["each"].mean()
     labels = list(dict.fromkeys(traffic["label"]))
     kinds = list(dict.fromkeys(traffic["kind"]))
+    words = {kind: _words(kind) for kind in kinds}
     rows = [
         [label, *(readable_bytes(round(means[label, kind])) if (label, kind) in means else "" for kind in kinds)]
         for label in labels
     ]
-    return Table("From a device", ["", *kinds], rows)
+    return Table("From a device", ["", *words.values()], rows)
+
+
+def _words(kind: str) -> str:
+    """Returns what `fleetdistill methods` calls a kind of part."""
+    if kind not in KINDS:
+        return "headers"  # of payloads
+    columns = " or ".join(KINDS[kind].possible_columns or ())
+    return KINDS[kind].description.format(columns=columns) or kind
 
 
 def _methods_section(results: Results) -> _Section:
-    """Returns what was trained: networks and all settings of each method, as of its first finished run."""
+    """Returns what was trained: networks and all settings of each method, in its finished runs."""
     runs, devices = results.runs(), results.table("devices")
     rows = []
     for label in dict.fromkeys(devices["label"]):
         of = devices[devices["label"] == label]
-        settings = runs[of["run"].iloc[0]].method_settings
-        shown = ", ".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
+        found: dict[str, dict[str, list[str]]] = {}
+        for point, run in dict.fromkeys(zip(of["point"], of["run"], strict=True)):
+            for name, value in runs[run].method_settings.items():
+                at = found.setdefault(name, {}).setdefault(json.dumps(value), [])
+                at += [point] if point not in at else []
+        shown = ", ".join(f"{name} = {_by_point(values)}" for name, values in found.items())
         rows.append([label, ", ".join(dict.fromkeys(of["model"])), shown])
     return _Section("Methods", [], [Table("Networks and settings", ["", "networks of the devices", "settings"], rows)])
+
+
+def _by_point(values: Mapping[str, Sequence[str]]) -> str:
+    """Returns a setting's value, or its values with the grid points that have them, if there are several."""
+    if len(values) == 1:
+        return next(iter(values))
+    return " or ".join(f"{value} ({'; '.join(points)})" for value, points in values.items())
 
 
 def _runs_section(results: Results, finished: Sequence[Any]) -> _Section:

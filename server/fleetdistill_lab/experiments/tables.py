@@ -63,9 +63,9 @@ def format_value(value: float | None, spread: float | None, unit: str, sign: str
     return text if spread is None else f"{text} ± {scale * spread:.1f}"
 
 
-def model_table(lines: Sequence[Line], title: str) -> Table:
-    """Returns a table of all models, in percent and percentage points."""
-    header = ("", "all classes", "own classes", "bytes", "exchanges", f"from {lines[0].name}", "p")
+def model_table(lines: Sequence[Line], title: str, *, with_p: bool = True) -> Table:
+    """Returns a table of all models, in percent and percentage points; p values are those of the lines."""
+    header = ("", "all classes", "own classes", "bytes", "exchanges", f"from {lines[0].name}", *["p"] * with_p)
     rows = [
         (
             line.name,
@@ -75,7 +75,7 @@ def model_table(lines: Sequence[Line], title: str) -> Table:
             readable_bytes(round(line.bytes)),
             f"{line.exchanges:.3g}",
             format_value(line.difference, line.difference_spread, "percent", "+"),
-            "" if line.p is None else f"{line.p:.2g}",
+            *["" if line.p is None else f"{line.p:.2g}"] * with_p,
         )
         for line in lines
     ]
