@@ -188,6 +188,9 @@ def test_page_says_settings_by_point_and_kinds_in_words(done, tmp_path: Path) ->
     assert "batch_size = 32, " in text
     assert "<th></th><th>headers</th><th>model</th>" in text
     assert "model_parameters" not in text
+    is_checkout = (Path(__file__).parents[2] / ".git").exists()
+    for name in ("python", "numpy", "torch", "processor", *["commit"] * is_checkout):
+        assert re.search(f"<td>{name}</td><td>[^<]+</td>", text), name
 
 
 def test_parquet_files_equal_the_database(done) -> None:

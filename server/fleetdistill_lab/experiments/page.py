@@ -24,7 +24,7 @@ from fleetdistill_lab.experiments.figures import (
     save_figure,
 )
 from fleetdistill_lab.experiments.metrics import METRICS
-from fleetdistill_lab.experiments.results import FAILED, FINISHED, Results
+from fleetdistill_lab.experiments.results import FAILED, FINISHED, Results, Run, StoredCell
 from fleetdistill_lab.experiments.summary import check_claim, lines_of, significant_ratio, summarize
 from fleetdistill_lab.experiments.tables import (
     Table,
@@ -128,6 +128,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
         _curve_section(results, writer),
         *_fleet_sections(results, writer),
         _methods_section(results),
+        _versions_section(runs, finished),
         _runs_section(results, finished),
     ]
     text = Environment(loader=PackageLoader("fleetdistill_lab.experiments", "."), autoescape=True).get_template(
@@ -167,7 +168,7 @@ def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, 
             result.append(f"Failed: {where}: {runs[cell.run].error}")
     versions = {json.dumps(run.versions, sort_keys=True) for run in runs.values() if run.status == FINISHED}
     if len(versions) > 1:
-        result.append("Not all runs were made with the same versions of the packages.")
+        result.append("Not all runs were made with the same versions on the same kind of processor; see Versions.")
     return result
 
 
@@ -332,6 +333,15 @@ def _methods_section(results: Results) -> _Section:
         shown = ", ".join(f"{name} = {_by_point(values)}" for name, values in found.items())
         rows.append([label, ", ".join(dict.fromkeys(of["model"])), shown])
     return _Section("Methods", [], [Table("Networks and settings", ["", "networks of the devices", "settings"], rows)])
+
+
+def _versions_section(runs: Mapping[str, Run], finished: Sequence[StoredCell]) -> _Section:
+    found: dict[str, dict[str, None]] = {}
+    for cell in finished:
+        for name, value in runs[cell.run].versions.items():
+            found.setdefault(name, {})[value] = None
+    rows = [[name, " or ".join(values)] for name, values in found.items()]
+    return _Section("Versions", [], [Table("What the runs were made with", ["", "version"], rows)] if rows else [])
 
 
 def _by_point(values: Mapping[str, Sequence[str]]) -> str:

@@ -6,12 +6,15 @@ whole runs only.
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
+import re
 import sqlite3
+import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -110,7 +113,7 @@ class Run:
         seconds: Duration.
         settings: Settings as a file for `fleetdistill simulate` has them.
         method_settings: All settings of the method, the defaults included.
-        versions: Versions of the packages by name.
+        versions: Versions of Python and the packages by name; `commit` of a checkout, and `processor`.
     """
 
     run: str
@@ -392,7 +395,26 @@ def _run_row(cell: Cell, status: str, error: str, seconds: float, report: Report
         "partition_parameters": json.dumps(report.get("partition_parameters", {})),
         "settings": json.dumps(cell.sections, default=str),
         "method_settings": json.dumps(report.get("settings", {})),
-        "versions": json.dumps({"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}),
+        "versions": json.dumps(_versions()),
+    }
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    """Returns the versions of Python and the packages, the commit of a checkout, and the model of the processor."""
+    here, commit = Path(__file__), dict[str, str]()
+    git = ["git", "-C", str(here.parent)]
+    with suppress(OSError, subprocess.SubprocessError):
+        subprocess.run([*git, "ls-files", "--error-unmatch", here.name], capture_output=True, check=True)
+        told = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, check=True)
+        commit = {"commit": told.stdout.decode().strip()}
+    cpus = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in _PACKAGES},
+        **commit,
+        "processor": found[1] if found else platform.processor() or platform.machine(),
     }
 
 
