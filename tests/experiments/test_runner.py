@@ -181,9 +181,17 @@ def test_page_says_settings_by_point_and_kinds_in_words(done, tmp_path: Path) ->
     with sqlite3.connect(tmp_path / "results.sqlite") as database:
         database.execute("UPDATE cells SET point = 'alpha ' || (seed + 1), seed = 0")
         database.execute("UPDATE runs SET method_settings = json_set(method_settings, '$.learning_rate', 0.7 + seed)")
+        database.execute("UPDATE runs SET settings = json_set(settings, '$.simulation.top_k', 3)")
     grid = {"alpha": {f"alpha {alpha}": {"simulation.alpha": float(alpha)} for alpha in (1, 2)}}
+    of_paper = {"scale": "small", "printed": {"accuracy": {"FedAvg": {"alpha 1": 61.5}}}}
+    changed = experiment(seeds=[0], grid=grid, metrics=["accuracy", "top_k"], **of_paper)
     with open_results(tmp_path) as results:
-        text = write_report(experiment(seeds=[0], grid=grid), results, tmp_path / "report").page.read_text()
+        written = write_report(changed, results, tmp_path / "report")
+    text, said = written.page.read_text(), " ".join(written.warnings)
+    assert "<caption>Top-3 accuracy of the devices" in text
+    assert written.tables[1].title.startswith("Top-3 accuracy")
+    assert "<th>in the source, at its scale</th>" in text
+    assert "Values in the source are of its own data sets, networks and rounds; these runs have the scale small" in said
     assert "learning_rate = 0.7 (alpha 1) or 1.7 (alpha 2), " in text
     assert "batch_size = 32, " in text
     assert "<th></th><th>headers</th><th>model</th>" in text

@@ -25,6 +25,7 @@ from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.section import read_toml
 
 __all__ = [
+    "SCALE",
     "Cell",
     "Claim",
     "Experiment",

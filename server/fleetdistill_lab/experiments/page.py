@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill.knowledge import KINDS
 from fleetdistill.methods import device_class
-from fleetdistill_lab.experiments.definition import Experiment, join_names
+from fleetdistill_lab.experiments.definition import SCALE, Experiment, join_names
 from fleetdistill_lab.experiments.figures import (
     AXES,
     CURVE_TITLES,
@@ -149,7 +150,11 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
         ),
         encoding="utf-8",
     )
-    return Written(page, short, [*model_lines(experiment), *tuning_lines(experiment, results), *warnings])
+    return Written(
+        page,
+        short,
+        [*model_lines(experiment), *source_lines(experiment), *tuning_lines(experiment, results), *warnings],
+    )
 
 
 def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, int]) -> list[str]:
@@ -197,6 +202,25 @@ def model_lines(experiment: Experiment) -> list[str]:
     ]
 
 
+def _with_k(ks: Collection[int | None], table: Table) -> Table:
+    """Returns a table whose titles have the k of the runs' top-k accuracy."""
+    known = " or ".join(str(k) for k in sorted(k for k in ks if k is not None))
+    if not known:
+        return table
+    title, *header = (text.replace("Top-k", f"Top-{known}") for text in (table.title, *table.header))
+    return replace(table, title=title, header=header)
+
+
+def source_lines(experiment: Experiment) -> list[str]:
+    """Returns that printed values are of another scale than the runs, if they are."""
+    if experiment.scale == SCALE or not any(of for by_label in experiment.printed.values() for of in by_label.values()):
+        return []
+    return [
+        f"Values in the source are of its own data sets, networks and rounds; these runs have the scale "
+        f"{experiment.scale}, so that the order of the methods can be compared, not the values."
+    ]
+
+
 def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) -> tuple[list[_Section], list[Table]]:
     counts = {status: results.counts(status) for status in (FINISHED, FAILED)}
     reference = experiment.reference or next(iter(experiment.methods))
@@ -205,16 +229,20 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         "a two-sided paired t test, adjusted by Holm's method for all methods and grid points of the table. The best "
         "mean of a column whose runs have all finished is bold."
     ]
-    lines += model_lines(experiment)
-    note = " ".join([f"In percent where a figure is a rate. {lines[0]}", *model_lines(experiment)])
+    lines += [*model_lines(experiment), *source_lines(experiment)]
+    note = " ".join(["In percent where a figure is a rate.", *lines])
+    runs = results.runs()
+    ks = {runs[cell.run].settings["simulation"].get("top_k") for cell in results.cells() if cell.run in runs}
+    with_k = functools.partial(_with_k, ks)
+    source = "in the source" if experiment.scale == SCALE else "in the source, at its scale"
     tables, short = _Section("Results", lines), list[Table]()
     for metric in experiment.metrics:
         summaries = summarize(
             results.values(metric), reference, counts[FINISHED], len(experiment.seeds), counts[FAILED]
         )
         printed = experiment.printed.get(metric, {})
-        table = summary_table(metric, summaries, reference, printed, note)
-        short.append(short_table(metric, summaries, printed))
+        table = with_k(summary_table(metric, summaries, reference, printed, note, source))
+        short.append(with_k(short_table(metric, summaries, printed)))
         tables.tables.append(writer.table(table, f"metric-{metric}", summaries))
     claims = _Section(
         "The order in the source",
@@ -226,7 +254,8 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
     for number, claim in enumerate(experiment.claims, 1):
         metric = claim.metric or experiment.metrics[0]
         pairs = check_claim(claim, metric, results.values(metric), counts[FINISHED], len(experiment.seeds))
-        claims.tables.append(writer.table(claim_table(claim.text, metric, pairs), f"claim-{number}", pairs))
+        table = with_k(claim_table(claim.text, metric, pairs))
+        claims.tables.append(writer.table(table, f"claim-{number}", pairs))
         short.append(claims.tables[-1])
     models = _Section(
         "All models",

@@ -107,6 +107,7 @@ def summary_table(
     reference: str,
     printed: Mapping[str, Mapping[str, float]],
     note: str = "",
+    source: str = "in the source",
 ) -> Table:
     """Returns the table of one metric: a row for each method, and for each grid point its mean and difference.
 
@@ -116,6 +117,7 @@ def summary_table(
         reference: Label from which differences are.
         printed: Values that the source prints, by label and point; shown as they are.
         note: Note of the table.
+        source: Title of the columns with printed values.
     """
     unit, better = METRICS[metric].unit, METRICS[metric].higher_is_better
     points = list(dict.fromkeys(one.point for one in summaries))
@@ -134,7 +136,7 @@ def summary_table(
             strong.add((labels.index(best), len(header)))
         header.append(point or METRICS[metric].title)
         header += [f"from {reference}", "p"] if has_differences else []
-        header += ["in the source"] if has_printed else []
+        header += [source] if has_printed else []
     rows = []
     for label in labels:
         row = [label]
