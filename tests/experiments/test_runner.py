@@ -173,6 +173,19 @@ def test_experiment_stopped_while_tuning_has_a_report(tmp_path: Path) -> None:
         assert "3 cells not run yet" in " ".join(write_report(tuned, results, tmp_path / "report").warnings)
 
 
+def test_compare_says_how_many_cells_are_shared(done, tmp_path: Path) -> None:
+    folder, _ = done
+    (tmp_path / "other").mkdir()
+    shutil.copy(folder / "results.sqlite", tmp_path / "other")
+    with sqlite3.connect(tmp_path / "other/results.sqlite") as database:
+        database.execute("UPDATE cells SET point = 'alpha 1'")
+    assert "no metric differs in the 6 cells that both have" in call("compare", str(folder), str(folder)).stdout
+    said = call("compare", str(folder), str(tmp_path / "other")).stdout
+    assert "grid point alpha 1 is only in the second" in said
+    assert "nothing is shared: no method, grid point and seed has finished in both" in said
+    assert "no metric differs" not in said
+
+
 @pytest.mark.pictures
 def test_page_says_settings_by_point_and_kinds_in_words(done, tmp_path: Path) -> None:
     """Seed 1 of the results becomes a second grid point whose runs had another learning rate."""

@@ -12,7 +12,7 @@ from fleetdistill_lab.experiments.metrics import METRICS
 from fleetdistill_lab.experiments.results import FINISHED, Results
 from fleetdistill_lab.experiments.summary import holm, paired_p
 
-__all__ = ["Change", "changed_definition", "changed_results", "changed_versions"]
+__all__ = ["Change", "changed_definition", "changed_results", "changed_versions", "shared_cells"]
 
 _VARIES = ("seconds",)
 """Metrics that differ from one repetition to the next."""
@@ -47,6 +47,15 @@ def changed_results(first: Results, second: Results, metrics: list[str]) -> list
     found = list(_differences(first, second, metrics))
     p_values = holm([paired_p(differences) for _, differences in found])
     return [Change(**known, p=p) for (known, _), p in zip(found, p_values, strict=True)]
+
+
+def shared_cells(first: Results, second: Results) -> int:
+    """Returns how many cells, each a method at a grid point with a seed, have finished in both experiments."""
+    cells = [
+        {(cell.label, cell.point, cell.seed) for cell in one.cells() if cell.run in finished}
+        for one, finished in ((first, first.finished()), (second, second.finished()))
+    ]
+    return len(cells[0] & cells[1])
 
 
 def _differences(first: Results, second: Results, metrics: list[str]) -> Iterator[tuple[dict[str, Any], list[float]]]:

@@ -309,7 +309,7 @@ def compare_experiments(
 
     Settings, versions of packages, and metrics that differ over the seeds that both have.
     """
-    from fleetdistill_lab.experiments.changes import changed_definition, changed_results, changed_versions
+    from fleetdistill_lab.experiments.changes import changed_definition, changed_results, changed_versions, shared_cells
     from fleetdistill_lab.experiments.metrics import METRICS
     from fleetdistill_lab.experiments.results import open_results
     from fleetdistill_lab.experiments.tables import change_table, rich_table
@@ -319,10 +319,12 @@ def compare_experiments(
             raise ConfigurationError(unknown_name("metric", name, METRICS))
     with open_results(first) as old, open_results(second) as new:
         sentences = [*changed_definition(old, new), *changed_versions(old, new)]
-        changes = changed_results(old, new, metric or [])
-    view = View({"metrics": [asdict(change) for change in changes]}, {"settings": sentences})
+        changes, shared = changed_results(old, new, metric or []), shared_cells(old, new)
+    view = View({"metrics": [asdict(change) for change in changes]}, {"settings": sentences, "shared": shared})
+    same = f"no metric differs in the {counted(shared, 'cell')} that both have"
+    nothing = "nothing is shared: no method, grid point and seed has finished in both, so no metric can be compared"
     show(
         view,
         as_json,
-        lambda view: [*sentences, rich_table(change_table(changes)) if changes else "no metric differs"],
+        lambda view: [*sentences, rich_table(change_table(changes)) if changes else same if shared else nothing],
     )
