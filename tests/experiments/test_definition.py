@@ -239,6 +239,29 @@ def test_file_with_a_value_out_of_range_is_not_read(old: str, new: str, sentence
         read_experiment(write(tmp_path, changed), "small" if "-1.0" in new else "")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("[grid]", "[grd]", "three.toml: grd: unknown key 'grd'; did you mean 'grid'?"),
+        ("[scales.small]", "[scale.small]", "scale: unknown key 'scale'; did you mean 'scales'?"),
+        ("settings = {", "setting = {", "methods.fedprox.setting: unknown key 'setting'; did you mean 'settings'?"),
+        ('order = ["fedprox"', 'metrc = "x"\norder = ["fedprox"', "claims.0.metrc: unknown key 'metrc'; did you mean"),
+        ("level = 0.5", "level = 0.5, lvel = 1", "target.lvel: unknown key 'lvel'; did you mean 'level'?"),
+        (
+            'title = "Three',
+            'tune = { valus = [1] }\ntitle = "Three',
+            "tune.valus: unknown key 'valus'; did you mean 'values'?",
+        ),
+    ],
+)
+def test_misspelt_key_of_a_file_has_a_suggestion(old: str, new: str, sentence: str, tmp_path: Path) -> None:
+    assert old in TEXT
+    text = TEXT.replace(old, new, 1) if "valus" not in new else "tune = { valus = [1] }\n" + TEXT
+    with pytest.raises(ConfigurationError) as caught:
+        read_experiment(write(tmp_path, text))
+    assert sentence in str(caught.value)
+
+
 def test_unknown_names_list_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"unknown scale 'large'.*paper, small"):
         read_experiment(write(tmp_path), "large")

@@ -138,6 +138,15 @@ class _File(_Part):
     printed: dict[str, dict[str, dict[str, float]]] = {}
 
 
+_KEYS: Mapping[int | str, Iterable[str]] = {
+    "target": Target.model_fields,
+    "tune": Tune.model_fields,
+    "methods": MethodEntry.model_fields,
+    "claims": Claim.model_fields,
+}
+"""Keys of the parts of a file that have keys of their own."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run of an experiment's grid.
@@ -405,9 +414,14 @@ def _make(file: Path, contents: Mapping[str, Any], scale: str) -> Experiment:
     try:
         read = _File.model_validate(contents)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigurationError(f"{file}: {where}: {first['msg'].removeprefix('Value error, ')}") from error
+        first = min(
+            error.errors(), key=lambda found: found["type"] != "extra_forbidden"
+        )  # a misspelt key is missing, too
+        where, said = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            known = _KEYS[first["loc"][0]] if len(first["loc"]) > 1 else [*_File.model_fields, "scales"]
+            said = unknown_name("key", first["loc"][-1], known)
+        raise ConfigurationError(f"{file}: {where}: {said}") from error
     if len(set(read.seeds)) < len(read.seeds):
         raise ConfigurationError(f"{file}: seeds is {list(read.seeds)}; each seed must occur once")
     modules = read.simulation.get("modules")
