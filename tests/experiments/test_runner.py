@@ -173,6 +173,23 @@ def test_experiment_stopped_while_tuning_has_a_report(tmp_path: Path) -> None:
         assert "3 cells not run yet" in " ".join(write_report(tuned, results, tmp_path / "report").warnings)
 
 
+@pytest.mark.long
+def test_time_left_is_estimated_from_earlier_calls(done, tmp_path: Path) -> None:
+    """FedAvg's other run took 1,000 seconds until its last round, those before it was interrupted included."""
+    folder, _ = done
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    with open_results(tmp_path) as results:
+        runs = {cell.seed: cell.run for cell in results.cells() if cell.label == "FedAvg"}
+    (tmp_path / "runs" / runs[0] / "seconds.jsonl").write_text("1.0\n1000.0\n")
+    shutil.rmtree(tmp_path / "runs" / runs[1])
+    seen = list[Progress]()
+    run_experiment(experiment(), tmp_path, workers=2, on_progress=seen.append)
+    assert (seen[0].finished, seen[0].total, seen[0].seconds_left) == (3, 4, 1000.0)
+    assert seen[-1].seconds_left == 0.0
+    with open_results(tmp_path) as results:
+        assert results.values("seconds")[""]["FedAvg"][0] == 1000.0
+
+
 def test_compare_says_how_many_cells_are_shared(done, tmp_path: Path) -> None:
     folder, _ = done
     (tmp_path / "other").mkdir()

@@ -134,7 +134,8 @@ def _run(
         bars.update(task, total=done.total, completed=done.finished + done.failed, left=left)
         if done.cell is None:
             if done.finished and not begun:
-                console.print(f"{done.finished} of {done.total} finished before", highlight=False)
+                more = f"; {left}" if left and done.finished < done.total else ""
+                console.print(f"{done.finished} of {done.total} finished before{more}", highlight=False)
             begun.append(True)
             return
         where = join_names(done.cell.label, done.cell.point, f"seed {done.cell.simulation.seed}", done.cell.tried)

@@ -13,8 +13,9 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
@@ -37,7 +38,8 @@ class Progress:
         total: Number of runs.
         finished: Number of finished runs, those of earlier calls included.
         failed: Number of failed runs.
-        seconds_left: Estimate of the remaining time in seconds; None before the first run of this experiment ended.
+        seconds_left: Estimate of the remaining time in seconds, from the finished runs of all calls;
+            None before the first one.
         cell: The run that ended last; None while one makes progress.
         error: Why it failed; empty otherwise.
         seconds: Its duration in seconds.
@@ -57,20 +59,21 @@ class _Times:
     """Estimates the remaining time from the durations of finished runs.
 
     Attributes:
-        seconds: Durations by label.
+        seconds: Durations by label, those of earlier calls included.
         left: Part of each pending run that is left, in [0, 1], by its name; `labels` has their labels.
     """
 
     left: dict[str, float]
     labels: Mapping[str, str]
-    seconds: dict[str, list[float]] = field(default_factory=dict)
+    seconds: dict[str, list[float]]
 
     def estimate(self, workers: int) -> float | None:
         known = {label: statistics.mean(seconds) for label, seconds in self.seconds.items()}
         if not known:
             return None
         usual = statistics.mean(known.values())
-        return sum(part * known.get(self.labels[run], usual) for run, part in self.left.items()) / workers
+        pending = [part * known.get(self.labels[run], usual) for run, part in self.left.items() if part]
+        return sum(pending) / max(1, min(workers, len(pending)))
 
 
 @dataclass(frozen=True)
@@ -157,15 +160,18 @@ class _Run:
             for report in reports.values():
                 shutil.rmtree(report.parent, ignore_errors=True)
         finished = {run for run in self.results.finished() & unique.keys() if reports[run].exists()}
+        seconds: dict[str, list[float]] = {}
         for run in finished:
-            self.results.measure(run, json.loads(reports[run].read_text()), self.experiment.target)
+            read = _read_report(reports[run].parent)
+            self.results.measure(run, read, self.experiment.target)
+            seconds.setdefault(unique[run].label, []).append(read["seconds"])
         pending = [cell for cell in cells if cell is unique[cell.run] and cell.run not in finished]
-        self.on_progress(Progress(len(unique), len(finished), 0, None))
-        self._run_all(pending, len(finished))
+        times = _Times({cell.run: 1.0 for cell in pending}, {cell.run: cell.label for cell in pending}, seconds)
+        self.on_progress(Progress(len(unique), len(finished), 0, times.estimate(self.workers)))
+        self._run_all(pending, len(finished), times)
 
-    def _run_all(self, pending: Sequence[Cell], finished: int) -> None:
+    def _run_all(self, pending: Sequence[Cell], finished: int, times: _Times) -> None:
         total, failed = finished + len(pending), 0
-        times = _Times({cell.run: 1.0 for cell in pending}, {cell.run: cell.label for cell in pending})
         todo: queue.SimpleQueue[Cell] = queue.SimpleQueue()
         events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         for cell in pending:
@@ -198,7 +204,7 @@ class _Run:
     def _store(self, cell: Cell) -> float:
         """Stores a finished run and deletes its state, which nothing needs any more; returns its duration."""
         folder = self.results.folder / "runs" / cell.run
-        report = json.loads((folder / "report.json").read_text())
+        report = _read_report(folder)
         self.results.add(cell, report, round_seconds(folder), self.experiment.target)
         shutil.rmtree(folder / "work", ignore_errors=True)
         return float(report["seconds"])
@@ -277,6 +283,12 @@ class _Worker:
                     done = json.loads(line)
                     self._events.put(_Event(cell, 1 - done["completed"] / max(1, done["total"])))
             return self._process.wait()
+
+
+def _read_report(folder: Path) -> dict[str, Any]:
+    """Returns the report of a finished run, with the seconds of all calls; report.json has those of the last one."""
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return {**report, "seconds": max(report["seconds"], *round_seconds(folder)[-1:])}
 
 
 def _last_line(log: Path, status: int) -> str:
