@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,6 +20,9 @@ import fleetdistill
 from fleetdistill import errors
 from fleetdistill.methods import METHODS, config_class
 from fleetdistill.wire.codes import MEANINGS
+from fleetdistill_lab.experiments.metrics import METRICS
+from fleetdistill_lab.simulation.data.partition import PARTITIONS
+from fleetdistill_lab.simulation.data.test_parts import TEST_PARTS
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.event_kinds import GUARD
@@ -69,6 +73,20 @@ def test_every_table_has_a_head(page: str) -> None:
     outside = re.sub(r"^```.*?^```", "", _text(page), flags=re.MULTILINE | re.DOTALL)
     for table in re.findall(r"(?:^\|.*\n)+", outside, re.MULTILINE):
         assert re.match(r".*\n\|[-|: ]+\|\n", table), table[:200]
+
+
+def test_every_metric_of_experiments_is_listed() -> None:
+    section = _section("docs/how-to/run-experiments.md", "The file")
+    text = section[section.index("Metrics are") : section.index("defines them")]
+    assert set(re.findall(r"`(\w+)`", text)) == set(METRICS)
+
+
+@pytest.mark.parametrize(
+    ("heading", "known"), [("Choose how the data are partitioned", PARTITIONS), ("Choose the test rows", TEST_PARTS)]
+)
+def test_every_partition_and_test_part_is_listed(heading: str, known: Collection[str]) -> None:
+    rows = _rows(_section("docs/tutorials/your-model-and-data.md", heading))
+    assert [row[0].split("`")[1] for row in rows] == list(known)
 
 
 def _blocks(page: str, language: str) -> list[str]:
