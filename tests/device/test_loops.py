@@ -265,6 +265,22 @@ def test_time_without_contact_begins_with_first_of_all_errors(tmp_path: Path) ->
     assert told[-1].values["seconds"] == 25.0
 
 
+def test_pauses_without_contact_double_up_to_the_longest(tmp_path: Path) -> None:
+    """Each is drawn from the upper half of its range, so that a fleet does not call at once."""
+    clock = ManualClock()
+
+    class Failing(LyingLink):
+        def next_ask(self, identity: Any, wait_seconds: float) -> Any:
+            raise LinkError("refused")
+
+    device, _ = device_at(Failing(ask()), tmp_path, clock=clock)
+    with device:
+        for longest in (0.5, 1.0, 2.0, 4.0, 8.0, MAX_PAUSE_SECONDS, MAX_PAUSE_SECONDS, MAX_PAUSE_SECONDS):
+            device.tick()
+            assert longest / 2 <= device.pause_seconds <= longest
+            clock.advance(longest)
+
+
 @pytest.mark.parametrize("wanted", ["a pause of the server", "a budget"])
 def test_a_step_waits_no_longer_than_it_is_told(tmp_path: Path, wanted: str) -> None:
     link = LyingLink(COME_BACK, ask())

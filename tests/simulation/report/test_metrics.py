@@ -84,6 +84,8 @@ def test_metrics_count_absent_and_never_answered_classes() -> None:
     counts = confusion([0, 0, 1], [0, 0, 0], 4)  # class 1 is never answered, 2 and 3 are neither there nor answered
     assert f1_by_class(counts).tolist() == pytest.approx([0.8, 0, 0, 0])
     assert f1_macro(counts) == pytest.approx(0.4)
+    answered_but_absent = confusion([0, 0], [0, 1], 3)
+    assert f1_macro(answered_but_absent) == pytest.approx((2 / 3 + 0) / 2)
 
 
 def median(curve: list[float]) -> float:
@@ -126,6 +128,12 @@ def test_device_without_test_rows_is_counted_but_not_in_means() -> None:
     result = fleet_scores(with_empty)
     assert result.c_spec == pytest.approx((0.9 + 0.8) / 2)
     assert result.empty_parts == 1
+
+
+def test_device_that_is_always_wrong_counts_in_the_means() -> None:
+    all_wrong = EVERYWHERE.copy()
+    all_wrong[2, 2] = hits(0, 60)
+    assert fleet_scores(all_wrong).c_spec == pytest.approx((0.9 + 0.8 + 0.0) / 3)
 
 
 # --- over devices
