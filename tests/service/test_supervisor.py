@@ -109,6 +109,19 @@ def test_one_signal_ends_cleanly_and_next_start_continues(number: int, tmp_path:
     store.close()
 
 
+def test_a_server_whose_store_is_replaced_ends(tmp_path: Path) -> None:
+    """As by an operator who puts a restored store in place and forgets to stop the server."""
+    Store.open(tmp_path / "restored").close()
+    with serve(write_config(tmp_path)) as served:
+        served.port()
+        (tmp_path / "store").rename(tmp_path / "before")
+        (tmp_path / "restored").rename(tmp_path / "store")
+        assert served.process.wait(PATIENCE_SECONDS) == 1
+    said = "".join(served.said)
+    assert f"error: the store {tmp_path / 'store'} was moved, replaced or deleted while it was served" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.long
 @pytest.mark.cold_start
 def test_starting_child_ends_too_when_supervisor_is_killed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ The operating system releases the lock when the process that holds it exits.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,6 +68,21 @@ def take(store: Path, run: str = "", engines: int = 1) -> IO[Any]:
         lock.write(str(Serving(run, engines)))
         lock.flush()
     return lock
+
+
+def check_place(store: Path, lock: IO[Any]) -> None:
+    """Raises RunError if the store's directory was moved, replaced or deleted since its lock was acquired."""
+    try:
+        if os.path.samestat((store / _FILE).stat(), os.fstat(lock.fileno())):
+            return
+    except FileNotFoundError:
+        pass
+    except OSError:  # the disk does not answer, which is another matter
+        return
+    raise RunError(
+        f"the store {store} was moved, replaced or deleted while it was served, so the server ends. Answers since then "
+        "are in the moved directory. Stop the server before you put another store in place; then start it again"
+    )
 
 
 @contextlib.contextmanager

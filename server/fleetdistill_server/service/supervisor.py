@@ -216,8 +216,8 @@ class Supervisor:
             Whether the only run has ended.
 
         Raises:
-            RunError: The front cannot listen; or, with only one run, its configuration is unusable or its engine fails
-                repeatedly.
+            RunError: The front cannot listen, or the store was moved; or, with only one run, its configuration is
+                unusable or its engine fails repeatedly.
         """
         over = notified = False
         try:
@@ -225,6 +225,7 @@ class Supervisor:
                 store = Path(self._server.store)
                 self._front = FrontProcess(self._arguments, store, self._front_ends, self._log, self._on_listening)
             while not self._stopped.wait(_LOOK_SECONDS):
+                serve_lock.check_place(Path(self._server.store), self.lock)
                 if self._front is not None:
                     self._look_after_front(self._front)
                 self._process_file.write(self.processes())
