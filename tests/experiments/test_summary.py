@@ -16,6 +16,7 @@ from fleetdistill_lab.experiments.figures import draw_lines, save_figure
 from fleetdistill_lab.experiments.results import ModelRow
 from fleetdistill_lab.experiments.summary import check_claim, holm, lines_of, paired_p, significant_ratio, summarize
 from fleetdistill_lab.experiments.tables import (
+    Table,
     claim_table,
     model_table,
     rich_table,
@@ -261,6 +262,10 @@ def test_latex_escapes_and_emphasizes(tmp_path: Path) -> None:
     assert r"x\% & \textbf{60.0 $\pm$ 14.1} &" in text
     assert r"a\_b \& c" in text
     assert r"\label{tab:x}" in text
+    special = "# $ % & ~ _ ^ { } < > \\"
+    save_latex(Table(special, ("", "b"), [(special, "1")]), tmp_path / "y.tex", "tab:y")
+    escaped = r"\# \$ \% \& \textasciitilde{} \_ \textasciicircum{} \{ \} $<$ $>$ \textbackslash{}"
+    assert (tmp_path / "y.tex").read_text().count(escaped) == 2, "caption and cell"
     assert r"\toprule" in text
 
 
