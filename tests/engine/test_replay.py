@@ -228,7 +228,7 @@ def test_a_short_round_is_taken_back_and_the_next_one_counts() -> None:
 
     first, *others = store.runs.rounds(RUN)
     assert first.status == "short"
-    assert first.reason == "step 'train': 1 device answered, the quorum is 2"
+    assert first.reason == "step 'train': 1 device answered, the quorum is 2; out of the round: deadline passed (1)"
     closed = [row.number for row in others if row.status == "closed"]
     assert len(closed) == ROUNDS
     (lost,) = [row for row in store.asks.uploads(RUN) if row.round == 1]

@@ -318,7 +318,8 @@ def test_short_round_over_the_wire_is_closed_as_short(tmp_path: Path) -> None:
         asyncio.run(run_engine(store, config(1, quorum=0.6), engine_ends))
         watcher.join()
     first, *others = store.runs.rounds(RUN)
-    assert (first.status, first.reason) == ("short", "step 'train': 1 device answered, the quorum is 2")
+    reason = "step 'train': 1 device answered, the quorum is 2; out of the round: deadline passed (2)"
+    assert (first.status, first.reason) == ("short", reason)
     assert [other.status for other in others] == ["closed"]
     (lost,) = [upload for upload in store.asks.uploads(RUN) if upload.round == 1]
     assert (lost.device, lost.status) == ("w2", "reported")

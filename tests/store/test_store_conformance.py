@@ -578,6 +578,19 @@ def test_a_step_ends_with_the_answers_of_devices_that_count(store: Store) -> Non
     }
 
 
+def test_devices_that_are_out_are_counted_by_reason(store: Store) -> None:
+    asks = ask_devices(store, "a", "b", "c", "d", "e", "f")
+    for ask, reason in zip(asks, ["device revoked", "declined", "declined"], strict=False):
+        store.asks.close(ask, reason)
+    ask_devices(store, "c", step_number=2)  # also out of the second step, for the same reason
+    for row in store.asks.of_step(RUN, 1, 2):
+        store.asks.close(row.id, "declined")
+    accept(store, asks[3])
+    store.asks.end_step(RUN, 1, 1, 1, "def")  # e and f are not out: the step needs them no more
+    assert list(store.asks.reasons_out(RUN, 1).items()) == [("declined", 2), ("device revoked", 1)]
+    assert store.asks.reasons_out(RUN, 2) == {}
+
+
 def test_events_come_oldest_first_and_by_kind(store: Store) -> None:
     store.history.add_event(RUN, "refused", "first", number=2, device="a", code="bad-value")
     store.history.add_event(RUN, "late", "second")

@@ -55,6 +55,8 @@ _FIRST_PAUSE_SECONDS = 0.1
 _MAX_PAUSE_SECONDS = 60.0
 _DOUBLINGS = 16
 """Upper bound on the exponent; pauses reach `_MAX_PAUSE_SECONDS` before it."""
+_MAX_REASONS = 3
+"""Largest number of reasons for devices out of a round that the text of a short round has."""
 
 
 def pause_seconds(failures: int) -> float:
@@ -370,7 +372,10 @@ class Engine:
                 cohort.add_newcomers(self._store.devices.present(self._name))
                 await self.method.finish(cohort)
         except (QuorumNotReached, _UnusableState) as reason:
-            logger.warning("the round fell short: %s", reason, extra=about(run=self._name, round=cohort.round))
+            why = str(reason)
+            if isinstance(reason, QuorumNotReached):
+                why += _devices_out(self._store.asks.reasons_out(self._name, cohort.round))
+            logger.warning("the round fell short: %s", why, extra=about(run=self._name, round=cohort.round))
             if isinstance(reason, _UnusableState):
                 cohort.event("round-undone", str(reason))
             checkpoint, state = self._state_to_keep(reason)
@@ -380,7 +385,7 @@ class Engine:
                     self._store.secure_state(checkpoint, state)
                     self._store.runs.set_checkpoint(self._name, checkpoint)
                 kept = {name: value for name, value in cohort.figures.items() if name == SECURE_SUMS}
-                self._store.runs.close_short_round(self._name, cohort.round, str(reason), kept)
+                self._store.runs.close_short_round(self._name, cohort.round, why, kept)
                 failpoints.hit("engine.short.before-commit")
             failpoints.hit("engine.short.after-commit")
             if of_sums := self._store.runs.payloads_of_sums(self._name, cohort.round):
@@ -465,6 +470,12 @@ class Engine:
 
 def _data_version(profile: bytes) -> str:
     return contract_pb2.DeviceProfile.FromString(profile).data_version.hex()
+
+
+def _devices_out(reasons: Mapping[str, int]) -> str:
+    """Returns why devices are out of a round, to follow how many answered; empty if none is out."""
+    shown = [f"{reason} ({devices})" for reason, devices in reasons.items()][:_MAX_REASONS]
+    return f"; out of the round: {', '.join(shown)}" if shown else ""
 
 
 def _devices(count: int) -> str:

@@ -205,9 +205,9 @@ class Asks:
             if len({row["device"] for row in answered}.intersection(among)) < enough:
                 return False
             self._db.write(
-                "UPDATE asks SET status = 'out', reason = 'enough devices answered' WHERE run = ? AND round = ? "
-                "AND step_number = ? AND status = 'open'",
-                *(run, number, step_number),
+                "UPDATE asks SET status = 'out', reason = ? WHERE run = ? AND round = ? AND step_number = ? "
+                "AND status = 'open'",
+                *(_ENOUGH, run, number, step_number),
             )
         return True
 
@@ -215,6 +215,15 @@ class Asks:
         """Closes an open ask with a reason; its device drops out of the round."""
         sql = "UPDATE asks SET status = 'out', reason = ? WHERE id = ? AND status = 'open'"
         self._db.write(sql, shorten(reason), ask)
+
+    def reasons_out(self, run: str, number: int) -> dict[str, int]:
+        """Returns why devices are out of a round, each with the number of devices, the most frequent reason first."""
+        rows = self._db.rows(
+            "SELECT reason, count(DISTINCT device) AS devices FROM asks WHERE run = ? AND round = ? AND "
+            "status = 'out' AND reason != ? GROUP BY reason ORDER BY devices DESC, reason",
+            *(run, number, _ENOUGH),
+        )
+        return {row["reason"]: row["devices"] for row in rows}
 
     def close_step(self, run: str, step: str, devices: Collection[str], reason: str) -> list[tuple[int, str, bytes]]:
         """Closes the open asks of a step for some devices with a reason.
@@ -317,6 +326,8 @@ class Asks:
         return [Ask.from_row(row) for row in self._db.rows(sql, *values)]
 
 
+_ENOUGH = "enough devices answered"
+"""Reason stored for an ask that was still open when its step ended."""
 _TAKE_ANSWER = (
     "UPDATE asks SET status = 'answered', reason = NULL WHERE id = ? AND status = 'open' "
     f"RETURNING round, step, step_number, device, {COUNT} AS deletions"
