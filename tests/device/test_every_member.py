@@ -151,6 +151,8 @@ def models(at: Moment) -> None:
     assert bool(result) == (at.logits is not None)
     for name, one in result.items():
         assert applied(one, at.inputs).shape == (len(at.inputs), 10), name
+        with pytest.raises(ModelError, match=f"did you mean '{name}'"):
+            _ = result[f"{name}s"]
     if result:
         in_use = [name for name, one in result.items() if one is at.device.model]
         assert len(in_use) == 1

@@ -205,6 +205,16 @@ def test_images_of_another_shape_are_told_how_to_change(shape: tuple[int, ...], 
     assert str(error.value) == f"the inputs have shape {list(shape)}, expected [samples, 1, 8, 8]{remedy}"
 
 
+def test_a_state_of_another_model_is_told_with_the_remedy_first(tmp_path: Path) -> None:
+    device, _ = device_at(LyingLink(ask()), tmp_path)
+    with device:
+        device.run()
+    wider = split_sequential(nn.Sequential(nn.Linear(4, 50), nn.ReLU(), nn.Linear(50, CLASSES)), 2)
+    device, _ = device_at(LyingLink(ask()), tmp_path, model=wider)
+    with device, pytest.raises(ModelError, match=r"^the saved state is of another model: use a fresh state_dir, or "):
+        device.predict(BATCH)
+
+
 @pytest.mark.parametrize(
     ("data", "advice"),
     [

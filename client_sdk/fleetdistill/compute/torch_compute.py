@@ -340,8 +340,8 @@ class TorchCompute(DeliveringCompute[nn.Module]):
         except (RuntimeError, ValueError, KeyError) as error:
             reason = textwrap.shorten(str(error), 300)  # torch lists each tensor on a line of its own
             raise ModelError(
-                f"the saved state is of another model: {reason}; use a fresh state_dir. Until its first delivery "
-                "`Predictor` predicts with the files in this one"
+                "the saved state is of another model: use a fresh state_dir, or pass the model that this one is of. "
+                f"Until the fresh one's first delivery `Predictor` predicts with the files in this one ({reason})"
             ) from error
 
     def _restore_delivered(self, first: Any, saved: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from fleetdistill.deployment.batch import RangeCheck, range_of
 from fleetdistill.device.backend import Backend, Predict
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.errors import ModelError
+from fleetdistill.names import did_you_mean
 
 if TYPE_CHECKING:
     from fleetdistill.compute.base import Compute
@@ -28,9 +29,11 @@ class AppModels(dict[str, Any]):
                 f"this device has no {name!r} model yet; the first delivered round adds it. "
                 f"Check `{name!r} in device.models` before use"
             )
+        text = f"this device has no {name!r} model, only {', '.join(sorted(self))}"
+        if meant := did_you_mean(name, self):
+            raise ModelError(f"{text}{meant}")
         raise ModelError(
-            f"this device has no {name!r} model, only {', '.join(sorted(self))}; a later round may deliver it. "
-            f"Until then use device.models.get({name!r}, device.model)"
+            f"{text}; a later round may deliver it. Until then use device.models.get({name!r}, device.model)"
         )
 
 
