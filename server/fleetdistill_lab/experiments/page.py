@@ -171,7 +171,8 @@ def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, 
         if cell.run in runs and runs[cell.run].status == FAILED:
             where = join_names(cell.label, cell.point, f"seed {cell.seed}")
             result.append(f"Failed: {where}: {runs[cell.run].error}")
-    versions = {json.dumps(run.versions, sort_keys=True) for run in runs.values() if run.status == FINISHED}
+    finished = [runs[cell.run] for cell in results.cells() if cell.run in runs and runs[cell.run].status == FINISHED]
+    versions = {json.dumps(run.versions, sort_keys=True) for run in finished}
     if len(versions) > 1:
         result.append("Not all runs were made with the same versions on the same kind of processor; see Versions.")
     return result
