@@ -51,6 +51,7 @@ def test_own_data_are_learned_by_devices_that_lack_a_class(tmp_path: Path) -> No
     assert sorted(np.load(tmp_path / "out" / "wine.npz").files) == ["classes", "inputs", "labels"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_own_models_train_in_a_fleet_over_grpc(tmp_path: Path) -> None:
     shown = run("own_model", tmp_path, "--rounds", "2", "--link", "grpc")

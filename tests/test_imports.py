@@ -92,7 +92,7 @@ def test_front_and_engine_load_no_annex(module: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.cold_start
-@pytest.mark.parametrize("metrics", [False, True])
+@pytest.mark.parametrize("metrics", [pytest.param(False, marks=pytest.mark.long), True])
 def test_serve_loads_no_annex_but_metrics(tmp_path: Path, metrics: bool) -> None:
     lines = ["[server]", "store = 'store'", "listen = '127.0.0.1:0'", "torch_device = 'cpu'"]
     lines += [f"metrics = '127.0.0.1:{free_port()}'"] if metrics else []

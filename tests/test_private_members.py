@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 MOST = 50
 """Fewer is better: look for a public way first."""
@@ -77,6 +79,7 @@ def found() -> list[tuple[str, int, str]]:
     ]
 
 
+@pytest.mark.long
 def test_few_tests_reach_for_private_members() -> None:
     assert len(found()) <= MOST, "\n".join(map(str, found()))
 

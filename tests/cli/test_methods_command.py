@@ -87,7 +87,7 @@ def predicted(
         ("classstats", {"rank": 0}, "float16"),
         *(pytest.param(method, {}, "float32", marks=pytest.mark.long) for method in ("cdkt", "fedd2s", "feddkd")),
         *(pytest.param(method, {}, "uint8", marks=pytest.mark.long) for method in ("cdkt", "fedd2s")),
-        *(("feddkc", {}, knowledge_type) for knowledge_type in ("float32", "uint8")),
+        *(pytest.param("feddkc", {}, number, marks=pytest.mark.long) for number in ("float32", "uint8")),
     ],
 )
 def test_a_round_sends_the_bytes_that_the_table_says(

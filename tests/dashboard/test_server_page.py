@@ -91,6 +91,7 @@ def large_store(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_size_of_the_store_is_shown_with_its_limits(large_store: Path, page: Any) -> None:
     with dashboard(large_store, "--store", "store") as url:

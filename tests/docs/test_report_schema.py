@@ -34,6 +34,7 @@ WANTED = {
 """Simulations of which each has fields that the others leave empty."""
 
 
+@pytest.mark.long
 def test_the_schema_is_made_from_the_code() -> None:
     """Repair it with `python tools/report_schema.py --write`."""
     command = [sys.executable, "tools/report_schema.py"]

@@ -35,7 +35,12 @@ def scored(store: Store) -> list[int]:
 
 @pytest.mark.parametrize(
     ("every", "expected"),
-    [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (3, [3, 5]), (4, [4, 5]), (5, [5]), (6, [5]), (1000, [5])],
+    [
+        (1, [1, 2, 3, 4, 5]),
+        (2, [2, 4, 5]),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((3, [3, 5]), (4, [4, 5]), (5, [5]), (6, [5]))),
+        (1000, [5]),
+    ],
 )
 def test_every_so_many_rounds_and_the_last_are_scored(every: int, expected: list[int], tmp_path: Path) -> None:
     with closing(run_in_memory(scored_every(every, prepare(FLEET, tmp_path / "work")))) as store:

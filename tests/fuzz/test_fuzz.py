@@ -42,6 +42,7 @@ def test_upload_is_refused_or_accepted_and_readable(random: Random) -> None:
     assert IngestTarget().turn(random) >= 1
 
 
+@pytest.mark.long
 def test_many_uploads_in_process() -> None:
     """Every reason to refuse is met, so the hostile messages reach every check."""
     target = IngestTarget()

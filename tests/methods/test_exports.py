@@ -68,7 +68,7 @@ def test_server_model_is_exported_as_in_last_checkpoint(name: str, undisturbed: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("durable", [True, False])
+@pytest.mark.parametrize("durable", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", long_except(RUNS, "classstats", "fedavg", "feddkc", "cdkt"))
 def test_every_device_exports_the_model_that_its_app_uses(
     name: str, durable: bool, undisturbed: Undisturbed, tmp_path: Path

@@ -175,7 +175,7 @@ def an_app(spec: DeviceSpec, api: DeviceApi, **changes: Any) -> Device:
     return open_device(**{**settings, "export": "never", **changes})
 
 
-@every_run
+@pytest.mark.parametrize("name", long_except(RUNS, "classstats", "fedavg", "feddkc"))
 def test_exactly_the_declared_columns_leave_a_device(name: str, tmp_path: Path) -> None:
     """An app that allows these and no others takes part to the end, and each of them is sent in one of the rounds."""
     config, specs, _ = prepare(RUNS[name], tmp_path / "work")

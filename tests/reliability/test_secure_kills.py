@@ -68,7 +68,7 @@ def assert_right(run: SmallRun) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", long_except(["nobody", *WHO], "front"))
+@pytest.mark.parametrize("process", long_except(["nobody", *WHO]))
 def test_kills_at_every_point_of_a_sum(process: str, tmp_path: Path) -> None:
     """Each life ends at the next point of the table."""
     points = points_of(WHO.get(process, ()))

@@ -39,11 +39,16 @@ def accuracy_of(file: Path) -> float:
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
-        ("fedavg", {}),
-        ("feddkd", {"local_epochs": 1}),
         ("feddkd", BN),
-        ("dafkd", {"local_epochs": 1, "kd_samples": 64, "generator": "digits_generator", "kd_start_round": 1}),
         ("feddkc", {}),
+        *(
+            pytest.param(method, settings, marks=pytest.mark.long)
+            for method, settings in (
+                ("fedavg", {}),
+                ("feddkd", {"local_epochs": 1}),
+                ("dafkd", {"local_epochs": 1, "kd_samples": 64, "generator": "digits_generator", "kd_start_round": 1}),
+            )
+        ),
     ],
 )
 def test_the_accuracy_beside_a_file_is_the_files(method: str, settings: dict[str, Any], tmp_path: Path) -> None:

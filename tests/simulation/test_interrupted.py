@@ -163,8 +163,9 @@ def interrupt(program: ForkedProgram, out: Path, rounds: int, number: signal.Sig
             item.close()
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("link", ["memory", pytest.param("grpc", marks=pytest.mark.long)])
+@pytest.mark.parametrize("link", ["memory", "grpc"])
 def test_interrupted_or_killed_process_continues_to_same_end(
     tmp_path: Path, undisturbed: tuple[dict[str, Any], Mapping[str, bytes]], link: str
 ) -> None:

@@ -229,5 +229,5 @@ def _counts(row: Upload) -> bool:
     return row.quarantined_at is None
 
 
-TestRetention = pytest.mark.slow(Retention.TestCase)
+TestRetention = pytest.mark.long(pytest.mark.slow(Retention.TestCase))
 TestRetention.settings = settings(max_examples=50, stateful_step_count=30)

@@ -87,18 +87,23 @@ def test_each_step_may_run_in_another_thread(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        lost("check_in"),
-        lost_reply("check_in", 2),
-        lost("next_ask", 2),
         lost_reply("next_ask", 2),
-        lost("upload_status"),
-        lost("upload"),
         lost_reply("upload"),
-        cut("upload", 0),
-        cut("upload", 1),
         cut("download", 0),
         refused("upload", "no-space"),
-        refused("next_ask", "too-many"),
+        *(
+            pytest.param(fault, marks=pytest.mark.long)
+            for fault in (
+                lost("check_in"),
+                lost_reply("check_in", 2),
+                lost("next_ask", 2),
+                lost("upload_status"),
+                lost("upload"),
+                cut("upload", 0),
+                cut("upload", 1),
+                refused("next_ask", "too-many"),
+            )
+        ),
     ],
     ids=lambda fault: f"{fault.call} {fault.nth} {fault.reply_only} {fault.chunks} {type(fault.error).__name__}",
 )

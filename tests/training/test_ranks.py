@@ -48,6 +48,7 @@ def assert_trained_as(expected: Mapping[str, Any], found: Mapping[str, Any]) -> 
             assert_close(found[part][name], value, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_two_processes_train_as_one(number: int, results: Path) -> None:
     name, _, settings = CASES[number]

@@ -240,11 +240,16 @@ def test_d2s_12_the_factor_tau_squared() -> None:
     ("settings", "knowledge_type"),
     [
         ({}, "float16"),
-        ({"s2c_mode": "feature_grad"}, "float16"),
         ({"s2c_mode": "feature_grad"}, "uint8"),
-        ({"distance": "mse"}, "float16"),
-        ({"distance": "mse"}, "uint8"),
-        ({"paper": True}, "float16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ({"s2c_mode": "feature_grad"}, "float16"),
+                ({"distance": "mse"}, "float16"),
+                ({"distance": "mse"}, "uint8"),
+                ({"paper": True}, "float16"),
+            )
+        ),
     ],
 )
 def test_a_run_drops_its_layers_and_its_bytes_are_the_formulas(

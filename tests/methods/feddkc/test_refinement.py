@@ -362,6 +362,7 @@ def test_a_kernel_that_reaches_the_peak_keeps_the_order(logits: Tensor, fraction
     assert ((refined.probabilities[~solved & ~flat].amax(dim=1) - target).abs() < 1e-12).all()
 
 
+@pytest.mark.long
 @given(knowledge(-2, 2), fractions)
 @example(torch.tensor([[1.0, 0, 0, 1]], dtype=torch.float64), 1 / 3)  # two maxima, and a peak of 1/2 is wanted
 def test_closed_bracket_of_exp_kernel_finds_same_as_scan(logits: Tensor, fraction: float) -> None:

@@ -110,9 +110,9 @@ def test_auto_says_what_it_chose_and_why(
     ("link", "workers", "lines"),
     [
         ("memory", "auto", 1),
-        ("memory", 0, 0),
-        ("memory", 1, 0),
-        pytest.param("grpc", "auto", 1, marks=pytest.mark.slow),
+        pytest.param("memory", 0, 0, marks=pytest.mark.long),
+        pytest.param("memory", 1, 0, marks=pytest.mark.long),
+        pytest.param("grpc", "auto", 1, marks=pytest.mark.long),
     ],
 )
 def test_the_choice_is_told_once(link: Any, workers: Any, lines: int, tmp_path: Path) -> None:

@@ -380,7 +380,16 @@ def at_the_delivery(store: Store) -> bool:
     return bool([row for row in store.asks.uploads(RUN) if row.step == DELIVER])
 
 
-@pytest.mark.parametrize("moment", [at_registration, registered, in_the_last_round, at_the_delivery])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        registered,
+        *(
+            pytest.param(moment, marks=pytest.mark.long)
+            for moment in (at_registration, in_the_last_round, at_the_delivery)
+        ),
+    ],
+)
 @pytest.mark.parametrize("max_open", [1, pytest.param(256, marks=pytest.mark.long)])
 def test_killed_run_of_unmade_devices_has_the_same_end(
     moment: Callable[[Store], bool], max_open: int, tmp_path: Path
