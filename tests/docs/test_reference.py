@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -125,6 +125,39 @@ def test_every_command_stands_in_a_tutorial_or_a_how_to(command: str) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(_text("README.md").splitlines()) <= 120
+
+
+def _table(text: str, after: str) -> list[list[str]]:
+    """Returns the cells of the first table after a text, without its rule."""
+    rows = re.search(r"^(\|.*\n)+", text[text.index(after) :], re.MULTILINE)
+    assert rows
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows[0].splitlines() if "---" not in line]
+
+
+def _best(cells: Sequence[str]) -> str:
+    """Returns the largest of each of two numbers, such as `82.2 / 93.9`."""
+    pairs = [[float(number) for number in cell.split("/")] for cell in cells]
+    return " / ".join(f"{max(numbers)}" for numbers in zip(*pairs, strict=True))
+
+
+def test_the_readmes_controls_are_those_of_the_measurements() -> None:
+    head, *measured = _table(_text("benchmarks/RESULTS.md"), "**Every control, unused seeds.**")
+    rows = {row[0].strip("*"): row[1:] for row in measured}
+    controls = list(rows.values())[:8]
+    assert list(rows)[7] == "means only: predictors on own rows moved"
+    expected = {
+        "best control": [_best(cells) for cells in zip(*controls, strict=True)],
+        "one exchange": rows["closed form, df // 15 (default)"],
+        "refined": rows["refined head, R 5"],
+        "refined less best": rows["refined less the best of the controls"],
+    }
+    shown = _table(_text("README.md"), "**Against the best control**")[1:]
+    of_low, of_high = (0, 2, 4, 6, 7), (1, 3, 5, None, 8)  # columns of the measurements with α 0.1 and 0.5
+    assert [item[:16] for item in head[1:3]] == ["digits α 0.1", "digits α 0.5"]
+    for columns, block in ((of_low, shown[:4]), (of_high, shown[4:])):
+        for _, name, *cells in block:
+            for column, cell in zip(columns, cells[:5], strict=True):  # the last is of another table
+                assert cell == expected[name][column] if column is not None else cell in ("", "not measured")
 
 
 @pytest.mark.parametrize("page", [str(path.relative_to(ROOT)) for path in PAGES])
