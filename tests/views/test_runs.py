@@ -32,6 +32,7 @@ from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 
 DEVICES = ("a", "b")
+NOTHING_INTACT = "no intact earlier checkpoint is kept, so restore a backup with `fleetdistill restore`"
 
 
 def filled(rounds: int) -> Store:
@@ -106,6 +107,7 @@ def test_a_waiting_run_says_how_many_devices_it_needs(devices: int, reason: str)
         (RunStatus.STOPPED, "by the operator", "by the operator; to continue: `fleetdistill runs start r`"),
         (RunStatus.PAUSED, "", "to continue: `fleetdistill runs start r`"),
         (RunStatus.STOPPED, "use `fleetdistill runs rollback r`", "use `fleetdistill runs rollback r`"),
+        (RunStatus.STOPPED, NOTHING_INTACT, NOTHING_INTACT),
         (RunStatus.CANCELLED, "by the operator", "by the operator"),
     ],
 )

@@ -80,7 +80,7 @@ def way_back(store: Store, run: str, lost: bytes) -> str:
         if checkpoint.sha256 != lost and _is_intact(store, checkpoint.sha256)
     ]
     if not left:
-        return "no intact earlier checkpoint is kept, so restore a backup"
+        return "no intact earlier checkpoint is kept, so restore a backup with `fleetdistill restore`"
     stop, back = f"`fleetdistill runs stop {run}`", f"`fleetdistill runs rollback {run} --to {left[-1].round}`"
     return f"{stop}, then {back} returns to the newest one before it"
 
