@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from device.sdk_fleet import RUN, Fleet, make_device
 from device.waiting import WaitingLink
@@ -279,6 +281,49 @@ def test_pauses_without_contact_double_up_to_the_longest(tmp_path: Path) -> None
             device.tick()
             assert longest / 2 <= device.pause_seconds <= longest
             clock.advance(longest)
+
+
+class Deadlines:
+    """Refuses every check-in, and keeps how long each caller would have waited."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.called = threading.Event()
+
+    def check_in(self, request: bytes, context: Any) -> bytes:
+        self.seconds.append(context.time_remaining())
+        self.called.set()
+        context.abort(grpc.StatusCode.UNAVAILABLE, "busy")
+        return b""
+
+
+@pytest.fixture
+def deadlines() -> Iterator[tuple[Deadlines, str]]:
+    calls, server = Deadlines(), grpc.server(ThreadPoolExecutor(2))
+    handlers = {"CheckIn": grpc.unary_unary_rpc_method_handler(calls.check_in)}
+    name = service_pb2.DESCRIPTOR.services_by_name["DeviceService"].full_name
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield calls, f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def test_calls_of_an_apps_own_loop_wait_seconds_for_a_reply(deadlines: tuple[Deadlines, str], tmp_path: Path) -> None:
+    """A server that hangs would stop the app's loop for the half minute that a thread of the device can wait."""
+    calls, address = deadlines
+    device, _ = device_at(address, tmp_path)
+    with device:
+        assert device.tick() is Step.WAITED
+        with pytest.raises(LinkError):
+            device.step(1.0)
+        assert 0 < max(calls.seconds) <= 5.1  # gRPC rounds
+        calls.called.clear()
+        device.start()
+        assert calls.called.wait(PATIENCE_SECONDS)
+        device.stop()
+        assert device.join(PATIENCE_SECONDS)
+    assert calls.seconds[-1] > 10
 
 
 @pytest.mark.parametrize("wanted", ["a pause of the server", "a budget"])

@@ -299,8 +299,9 @@ class Device:
     def tick(self) -> Step:
         """Runs one turn without waiting, for an app with its own loop.
 
-        Does not wait for work, for the end of a pause or for a server that is unavailable: it returns `Step.WAITED`
-        immediately until the next attempt is due. It blocks only while it computes or sends an answer.
+        Does not wait for work or for the end of a pause: it returns `Step.WAITED` immediately until the next attempt is
+        due. It blocks while it computes or sends an answer, and up to 5 seconds for a reply of a server that accepts
+        calls and does not answer; a loop that must not stand still uses `start`.
 
         Returns:
             As `step`; `Step.WAITED` also while the server is unavailable (events `lost-contact`, `contact-returned`).

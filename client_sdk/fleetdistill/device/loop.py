@@ -35,6 +35,7 @@ from fleetdistill.errors import (
     WorkInterrupted,
 )
 from fleetdistill.interruption import check_may_continue, check_with
+from fleetdistill.link.base import replies_within
 from fleetdistill.link.terms import pause_seconds, plain
 from fleetdistill.wire.v1 import service_pb2
 
@@ -232,6 +233,8 @@ class Turns:
 
 AT_EXIT_SECONDS = 5.0
 """Maximum time that the end of an app waits for the thread of a device that the app did not close."""
+_REPLY_SECONDS = 5.0
+"""How long a call waits for the server's reply in an app's own loop, which stands still meanwhile."""
 _NO_THREAD = -1
 """Identifier of a thread that has not started yet."""
 
@@ -330,7 +333,7 @@ class Loop:
 
     def step(self, wait_seconds: float) -> Step:
         """Runs one turn, and waits at most `wait_seconds`. Raises LinkError if the turn failed."""
-        with self.working("step"):
+        with self.working("step"), replies_within(_REPLY_SECONDS):
             until = self._parts.clock.now() + wait_seconds
             self._wait(min(self.pause_seconds, wait_seconds))
             if self.pause_seconds:
@@ -343,7 +346,7 @@ class Loop:
 
     def tick(self) -> Step:
         """Runs one turn without any wait; does nothing before the end of the last pause."""
-        with self.working("tick"):
+        with self.working("tick"), replies_within(_REPLY_SECONDS):
             if self.pause_seconds:
                 return self._unless_stopped(Step.WAITED)
             try:

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol, runtime_checkable
 
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 
-__all__ = ["HandsOver", "Link"]
+__all__ = ["CALL_SECONDS", "HandsOver", "Link"]
+
+
+CALL_SECONDS = 30.0
+"""How long a call waits for its reply, besides the time for which the server may hold it."""
+_limit: ContextVar[float] = ContextVar("fleetdistill_reply_limit", default=CALL_SECONDS)
+
+
+@contextmanager
+def replies_within(seconds: float) -> Iterator[None]:
+    """Limits how long calls but streams, which have limits of their own, wait for their replies in the block."""
+    token = _limit.set(seconds)
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+def reply_limit() -> float:
+    """Returns how long a call waits for its reply, in seconds."""
+    return _limit.get()
 
 
 class Link(Protocol):

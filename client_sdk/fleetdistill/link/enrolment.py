@@ -23,6 +23,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StateError, WireError
+from fleetdistill.link.base import CALL_SECONDS
 from fleetdistill.link.credentials import (
     AUTHORITIES,
     DEVICE_FOLDER,
@@ -32,7 +33,7 @@ from fleetdistill.link.credentials import (
     split,
     write_private,
 )
-from fleetdistill.link.grpc_link import CALL_SECONDS, errors_of
+from fleetdistill.link.grpc_link import errors_of
 from fleetdistill.state.disk import disk_errors
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc

@@ -20,6 +20,7 @@ from grpc_status import rpc_status
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError, LinkError, RefusedError, WorkInterrupted
 from fleetdistill.interruption import check_may_continue
+from fleetdistill.link.base import reply_limit
 from fleetdistill.link.credentials import Credentials
 from fleetdistill.link.tls_probe import accepts_tls
 from fleetdistill.spans import NO_SPANS, Spans
@@ -29,9 +30,8 @@ from fleetdistill.wire.framing import frame, unframe
 from fleetdistill.wire.payload import AnyChunk, Chunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, service_pb2_grpc
 
-__all__ = ["CALL_SECONDS", "Connection", "GrpcLink", "error_info", "errors_of"]
+__all__ = ["Connection", "GrpcLink", "error_info", "errors_of"]
 
-CALL_SECONDS = 30.0
 LEAVE_SECONDS = 5.0
 # Timeout of a whole stream; the server ends streams without progress earlier.
 STREAM_SECONDS = 3600.0
@@ -169,21 +169,21 @@ class GrpcLink:
     ) -> service_pb2.CheckInResponse:
         with self._errors():
             request = service_pb2.CheckInRequest(identity=identity, profile=profile)
-            call = self._stub.CheckIn.future(request, timeout=CALL_SECONDS)
+            call = self._stub.CheckIn.future(request, timeout=reply_limit())
             response: service_pb2.CheckInResponse = self._cancellable(call).result()
         return response
 
     def next_ask(self, identity: service_pb2.Identity, wait_seconds: float) -> service_pb2.NextAskResponse:
         request = service_pb2.NextAskRequest(identity=identity, wait_seconds=wait_seconds)
         with self._errors():
-            call = self._stub.NextAsk.future(request, timeout=wait_seconds + CALL_SECONDS)
+            call = self._stub.NextAsk.future(request, timeout=wait_seconds + reply_limit())
             response: service_pb2.NextAskResponse = self._cancellable(call).result()
             self._take_place(call)
         return response
 
     def heartbeat(self, identity: service_pb2.Identity) -> None:
         with self._errors():
-            self._stub.Heartbeat(service_pb2.HeartbeatRequest(identity=identity), timeout=CALL_SECONDS)
+            self._stub.Heartbeat(service_pb2.HeartbeatRequest(identity=identity), timeout=reply_limit())
 
     def leave(self, identity: service_pb2.Identity, *, forget: bool = False) -> bool:
         with self._errors():
@@ -194,14 +194,14 @@ class GrpcLink:
 
     def decline(self, request: service_pb2.DeclineRequest) -> None:
         with self._errors():
-            self._stub.Decline(request, timeout=CALL_SECONDS)
+            self._stub.Decline(request, timeout=reply_limit())
 
     def upload_status(
         self, identity: service_pb2.Identity, name: service_pb2.UploadName
     ) -> service_pb2.UploadStatusResponse:
         with self._errors():
             request = service_pb2.UploadStatusRequest(identity=identity, name=name)
-            call = self._stub.UploadStatus.future(request, timeout=CALL_SECONDS)
+            call = self._stub.UploadStatus.future(request, timeout=reply_limit())
             response: service_pb2.UploadStatusResponse = self._cancellable(call).result()
             self._take_place(call)
         return response

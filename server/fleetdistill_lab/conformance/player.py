@@ -12,8 +12,9 @@ import grpc
 
 from fleetdistill.errors import RefusedError
 from fleetdistill.knowledge import ModelParameters
+from fleetdistill.link.base import CALL_SECONDS
 from fleetdistill.link.downloads import BytesSource
-from fleetdistill.link.grpc_link import CALL_SECONDS, error_info
+from fleetdistill.link.grpc_link import error_info
 from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.framing import frame
 from fleetdistill.wire.payload import CHUNK_BYTES, AnyChunk, slots

@@ -22,8 +22,9 @@ import grpc
 import tomli_w
 
 from fleetdistill.errors import ConfigurationError, LinkError, ModelError, RefusedError, in_words
+from fleetdistill.link.base import CALL_SECONDS
 from fleetdistill.link.credentials import Credentials, load_credentials
-from fleetdistill.link.grpc_link import CALL_SECONDS, errors_of
+from fleetdistill.link.grpc_link import errors_of
 from fleetdistill.printable import printable
 from fleetdistill.state.durable import make_directory, rename_durably, sync_directory, sync_file
 from fleetdistill.training.foreign_onnx import check_self_contained

@@ -8,7 +8,8 @@ import random
 from typing import Any
 
 from fleetdistill.errors import FleetDistillError, LinkError
-from fleetdistill.link.grpc_link import CALL_SECONDS, Connection, GrpcLink, errors_of
+from fleetdistill.link.base import CALL_SECONDS
+from fleetdistill.link.grpc_link import Connection, GrpcLink, errors_of
 from fleetdistill.link.terms import pause_seconds
 from fleetdistill.wire.v1 import service_pb2
 
