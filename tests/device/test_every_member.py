@@ -612,7 +612,7 @@ class Fleet:
 
 
 BY_NAME = {f"{name}, {compute}": (name, compute) for name, compute in FLEETS}
-USUAL = ("classstats in one exchange, torch", "classstats in one exchange, light", "fedavg, torch", "feddkc, torch")
+USUAL = ("classstats in one exchange, torch", "classstats in one exchange, light", "fedavg, torch")
 
 
 @pytest.mark.parametrize("fleet_name", long_except(BY_NAME, *USUAL))

@@ -743,13 +743,18 @@ def test_a_file_of_other_features_than_the_contract_s_is_refused(offered: Offere
     "changes",
     [
         {"directions": np.full((256, 9), np.nan, np.float16)},
-        {"directions": np.zeros((12, 9), np.float16)},
-        {"centres": np.zeros((10, 3), np.float16)},
         {"labels": [0] * 10},
-        {"labels": list(range(1, 11))},
-        {"df": np.array(0)},
-        {"shrinkage": np.array(2.0)},
-        {"counts": np.zeros(10, np.int32)},
+        *(
+            pytest.param(changes, marks=pytest.mark.long)
+            for changes in (
+                {"directions": np.zeros((12, 9), np.float16)},
+                {"centres": np.zeros((10, 3), np.float16)},
+                {"labels": list(range(1, 11))},
+                {"df": np.array(0)},
+                {"shrinkage": np.array(2.0)},
+                {"counts": np.zeros(10, np.int32)},
+            )
+        ),
     ],
     ids=str,
 )

@@ -92,7 +92,7 @@ def in_the_report(report: FleetReport) -> Figures:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", long_except(EVERY_METHOD, "classstats", "fedavg", "feddkc"))
+@pytest.mark.parametrize("method", long_except(EVERY_METHOD, "classstats", "feddkc"))
 def test_every_surface_shows_the_same_figures(method: str, tmp_path: Path) -> None:
     models = SUITED.get(method, {}).get("models", ())
     report = simulate(
