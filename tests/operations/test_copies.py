@@ -11,6 +11,7 @@ from typing import Any
 import onnxruntime
 import pytest
 from operations.conftest import Played
+from support.modes import open_to_others
 from support.served import RUN
 from typer.testing import CliRunner
 
@@ -33,6 +34,7 @@ def said(*words: str, code: int = 0) -> str:
 def test_a_backup_from_elsewhere_restores_to_the_same_run(played: Played, tmp_path: Path) -> None:
     said("backup", str(tmp_path / "copy"), *played.there("operator"))
     said("restore", str(tmp_path / "copy"), "--store", str(tmp_path / "restored"))
+    assert not [*open_to_others(tmp_path / "copy"), *open_to_others(tmp_path / "restored")]
     here, there = LocalStore(played.store), LocalStore(tmp_path / "restored")
     assert there.rounds(RUN).json() == here.rounds(RUN).json()
     assert not list(played.store.glob("sending-*"))

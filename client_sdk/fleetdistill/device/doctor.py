@@ -29,6 +29,7 @@ from fleetdistill.link.grpc_link import errors_of
 from fleetdistill.link.tls_probe import accepts_tls
 from fleetdistill.printable import printable
 from fleetdistill.state.disk import free_bytes
+from fleetdistill.state.durable import open_to_others
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import check_format, json_object
 from fleetdistill.state.own_files import check_can_be_state, own_files
@@ -149,6 +150,8 @@ def _owner(directory: Path) -> Iterator[tuple[str, str]]:
         yield WARNING, f"{foreign[0]} belongs to another user than this command's; run it as the user of the app"
     if own != -1 and key.exists() and stat.S_IMODE(key.stat().st_mode) & 0o077:
         yield ERROR, f"other users can read the private key in {key}; run `chmod 600 {key}`"
+    elif text := open_to_others(directory):
+        yield WARNING, text
     elif not closed and not foreign:
         yield OK, "all files belong to this user"
 

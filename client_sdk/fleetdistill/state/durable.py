@@ -73,6 +73,24 @@ def make_directory(directory: Path, mode: int = 0o700) -> None:
         sync_directory(directory.parent)
 
 
+def keep_private(directory: Path) -> None:
+    """Takes all access to a directory and everything in it from other users, for a store or a copy of one.
+
+    It leaves out what belongs to another user, and file systems that know no modes.
+    """
+    for folder, _, names in os.walk(directory):
+        for path in (Path(folder), *(Path(folder) / name for name in names)):
+            with contextlib.suppress(PermissionError, FileNotFoundError):
+                path.chmod(path.stat().st_mode & 0o700)
+
+
+def open_to_others(directory: Path) -> str:
+    """Returns that other users may use a directory, with the command that ends it; empty if they may not."""
+    if os.name == "nt" or not directory.is_dir() or not directory.stat().st_mode & 0o077:
+        return ""
+    return f"other users can read the directory {directory}; run `chmod -R go= {directory}`"
+
+
 def rename_durably(source: Path, target: Path) -> None:
     """Renames a written file durably. A power cut leaves the complete old or the complete new file."""
     with source.open("r+b") as file:

@@ -15,6 +15,7 @@ import typer
 from fleetdistill.device.interrupts import StopRequest
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.printable import printable
+from fleetdistill.state.durable import open_to_others
 from fleetdistill_server.cli.options import TrackOption, report_errors
 from fleetdistill_server.extras import load_part
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
@@ -96,6 +97,8 @@ def serve(
     warning = check_security(loaded.server, insecure)
     if warning:
         logger.warning("%s", warning)
+    if text := open_to_others(where[0]):
+        logger.warning("%s", text)
     if run is not None:
         check_certificates(run)
     if only != Part.FRONT and run is not None:
@@ -174,12 +177,19 @@ def _check_only(config: Config, only: Part | None) -> None:
 
 
 def _print_check(config: Config, path: Path, insecure: bool) -> None:
-    from fleetdistill_server.cli.serve_checks import not_in_use, problems, service_problems, service_summary, summary
+    from fleetdistill_server.cli.serve_checks import (
+        not_in_use,
+        problems,
+        service_problems,
+        service_summary,
+        summary,
+        warnings,
+    )
 
     run = _run_of(config)
     result = service_problems(config.server, insecure) if run is None else problems(run, insecure)
     _print_problems(result)
-    lines = service_summary(config.server) if run is None else summary(run)
+    lines = [*(service_summary(config.server) if run is None else summary(run)), *warnings(config.server)]
     typer.echo("\n".join([f"{path} can be served", *lines, *filter(None, [not_in_use(path)])]))
 
 

@@ -17,6 +17,7 @@ from fleetdistill.link.grpc_link import is_loopback
 from fleetdistill.methods.classstats_private.merge import rows_needed
 from fleetdistill.methods.classstats_secure.config import CERTIFICATES, SumSettings
 from fleetdistill.models import MODELS, resolve
+from fleetdistill.state.durable import open_to_others
 from fleetdistill.wire.kind import DEFAULT_COLUMNS, allow_line
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.section import read_toml
@@ -163,6 +164,12 @@ def not_in_use(path: Path) -> str:
 def service_problems(server: ServerSection, insecure: bool) -> list[str]:
     """Returns every error that prevents a server of many runs from starting; nothing is stored."""
     return _failures(*_of_server(server, "", insecure), lambda: _open_existing(server))
+
+
+def warnings(server: ServerSection) -> list[str]:
+    """Returns what does not prevent a server from starting, but should be mended."""
+    text = open_to_others(Path(server.store))
+    return [f"warning: {text}"] if text else []
 
 
 def service_summary(server: ServerSection) -> list[str]:

@@ -22,6 +22,7 @@ from fleetdistill.device.doctor import (
 )
 from fleetdistill.errors import ConfigurationError, DamagedError, StoreError, in_words
 from fleetdistill.link.credentials import AUTHORITIES, split
+from fleetdistill.state.durable import open_to_others
 from fleetdistill_server.cli.serve_checks import check_extras, check_ports, check_security, in_use, not_in_use
 from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.config.server_config import ServerSection, load_server_config
@@ -169,7 +170,10 @@ def _tls(server: ServerSection, insecure: bool, now: float) -> Found:
     yield from certificate_findings("the CA", *life(authorities), now, rotate, _CA_DAYS * DAY_SECONDS)
     for name in (SERVER, CA_KEY):
         if stat.S_IMODE((tls.directory / name).stat().st_mode) & 0o077:
-            yield ERROR, f"other users can read the key in {tls.directory / name}; run `chmod 600` on it"
+            yield (
+                ERROR,
+                f"other users can read the key in {tls.directory / name}; run `chmod 600 {tls.directory / name}`",
+            )
 
 
 def _disk(server: ServerSection) -> Found:
@@ -228,6 +232,8 @@ def store_findings(server: ServerSection, now: float, *, quick: bool) -> Found:
     if not has_store(directory):
         yield OK, f"there is no store in {directory} yet; `fleetdistill serve` creates it"
         return
+    if text := open_to_others(directory):
+        yield WARNING, text
     database, blobs = open_for_reading(directory, location)
     with contextlib.closing(database):
         database.check()

@@ -26,7 +26,7 @@ from fleetdistill.link.base import CALL_SECONDS
 from fleetdistill.link.credentials import Credentials, load_credentials
 from fleetdistill.link.grpc_link import errors_of
 from fleetdistill.printable import printable
-from fleetdistill.state.durable import make_directory, rename_durably, sync_directory, sync_file
+from fleetdistill.state.durable import keep_private, make_directory, rename_durably, sync_directory, sync_file
 from fleetdistill.training.foreign_onnx import check_self_contained
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2, operations_pb2_grpc
@@ -319,6 +319,7 @@ def receive_backup(parts: Iterable[operations_pb2.FilePart], out: Path) -> Backe
         with disk_errors(f"writing {out}"):
             if out.exists():
                 out.rmdir()
+            keep_private(folder / "backup")  # the folder around it is private
             (folder / "backup").replace(out)
             sync_directory(out.parent)
     return result

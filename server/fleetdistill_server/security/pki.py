@@ -28,6 +28,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fleetdistill.errors import ConfigurationError, in_words
 from fleetdistill.link.credentials import AUTHORITIES, IDENTITY, write_private
 from fleetdistill.names import NAME_RULE, is_name
+from fleetdistill.state.durable import make_directory
 from fleetdistill_server.security.certificates import URI_SCHEME, Issued, Role, fingerprint, general_name
 
 __all__ = ["SERVER", "Authority", "make_authority"]
@@ -106,7 +107,7 @@ class Authority:
         names = [x509.UniformResourceIdentifier(_uri(role, name))]
         signed = self._sign(key.public_key(), name, names, days)
         with _readable(out):
-            out.mkdir(parents=True, exist_ok=True)
+            make_directory(out)
             write_private(out / AUTHORITIES, self.bundle)
             write_private(out / IDENTITY, _key_pem(key) + _pem(signed))
 
@@ -170,7 +171,7 @@ def make_authority(directory: Path, days: float = CA_DAYS) -> Authority:
         )
     key, certificate = _new_ca(days)
     with _readable(directory):
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directory(directory)
         write_private(directory / CA_KEY, _key_pem(key))
         write_private(directory / AUTHORITIES, _pem(certificate))
     return Authority(directory)

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from fleetdistill.errors import ConfigurationError, DamagedError, StoreError, in_words
+from fleetdistill.link.credentials import write_private
 from fleetdistill.state import failpoints
-from fleetdistill.state.durable import make_directory, rename_durably, sync_directory, sync_file
+from fleetdistill.state.durable import keep_private, make_directory, sync_directory, sync_file
 from fleetdistill.version import VERSION
 from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.file_blobs import FileBlobs
@@ -84,12 +85,14 @@ def backup(source: Path, target: Path, *, link: bool = False) -> BackedUp:
     try:
         with disk_errors(f"making the backup {target}"), exclusive(store):
             make_directory(target)
+            keep_private(target)  # before anything is in it; it may have existed
             _snapshot(source / _DATABASE, target / _DATABASE)
             failpoints.hit("backup.after-snapshot")
             payloads, checkpoints = _needed_by(target)
             copy = _link_or_copy if link else _copy
             copied, lost = _copy_all(FileBlobs(source / _BLOBS), target / _BLOBS, payloads, checkpoints, copy)
             size = sum(copied.values()) + (target / _DATABASE).stat().st_size
+            keep_private(target)
             _sync_all(target)
             failpoints.hit("backup.before-manifest")
             _write_manifest(target, payloads & copied.keys(), checkpoints & copied.keys(), lost)
@@ -118,11 +121,13 @@ def restore(source: Path, target: Path) -> int:
     partial = target.with_name(target.name + ".restoring")
     with disk_errors(f"restoring into {target}"):
         shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted attempt
+        make_directory(partial)
         make_directory(partial / _BLOBS)
         for name, _ in wanted:
             _copy(source / _BLOBS / _file_of(name), partial / _BLOBS / _file_of(name))
         _copy(source / _DATABASE, partial / _DATABASE)
         _note_restore(partial, manifest["made_at"])
+        keep_private(partial)
         _sync_all(partial)
         failpoints.hit("restore.before-rename")
         if target.exists():
@@ -238,9 +243,7 @@ def _write_manifest(target: Path, payloads: set[bytes], checkpoints: set[bytes],
         "checkpoints": sorted(checkpoint.hex() for checkpoint in checkpoints),
         "lost": {sha256.hex(): why for sha256, why in sorted(lost.items())},
     }
-    temporary = target / f"{MANIFEST}.new"
-    temporary.write_text(json.dumps(manifest, indent=1))
-    rename_durably(temporary, target / MANIFEST)
+    write_private(target / MANIFEST, json.dumps(manifest, indent=1).encode())
     sync_directory(target.parent)
 
 
