@@ -20,6 +20,7 @@ from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.front.operations_service import MAX_CHANGES
 from fleetdistill_server.security.certificates import Role
+from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traffic import Counted
@@ -59,7 +60,8 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
     store = prepare_store(tmp_path / "store")
     for device in DEVICES:
         store.devices.register(RUN, device, b"", b"")
-    with secured_front(tmp_path / "store", tmp_path / "pki") as front:
+    served = serve_lock.take(tmp_path / "store", RUN)
+    with served, secured_front(tmp_path / "store", tmp_path / "pki") as front:
         there = ["--server", f"127.0.0.1:{front.port}", "--identity", str(tmp_path / "vera")]
         yield Watched(store, ["--store", str(tmp_path / "store")], there)
     store.close()

@@ -24,6 +24,9 @@ from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_console.watch import LiveTable, sentence, show_changes
 from fleetdistill_server.cli.app import app
+from fleetdistill_server.operations.source import LocalStore
+from fleetdistill_server.service import serve_lock
+from fleetdistill_server.service.process_state import ProcessFile, ProcessState
 from fleetdistill_server.store.database import Row
 from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.states import RunStatus
@@ -81,10 +84,15 @@ def store(tmp_path: Path) -> Store:
     return Store.open(tmp_path)
 
 
+def directory(store: Store) -> Path:
+    """Where the store is."""
+    return Path(store.database.value("SELECT file FROM pragma_database_list WHERE name = 'main'")).parent
+
+
 def found(store: Store) -> list[list[Row]]:
     """What is new after each move."""
     seen: dict[str, Row] = {}
-    return [changes(store, RUN, seen) for _ in Played(store).moves()]
+    return [changes(store, directory(store), RUN, seen) for _ in Played(store).moves()]
 
 
 # --- what is new
@@ -93,7 +101,7 @@ def found(store: Store) -> list[list[Row]]:
 def test_every_move_is_told_and_told_once(store: Store) -> None:
     told = [[(item["kind"], item.get("status", item.get("event"))) for item in new] for new in found(store)]
     assert told == [
-        [("run", "running")],
+        [("run", "running (no server)")],
         [("round", "open"), ("step", None)],
         [("round", "open"), ("step", None)],
         [("round", "open"), ("step", None), ("event", "refused"), ("event", "teacher-guard")],
@@ -130,12 +138,36 @@ def test_a_step_says_who_is_waited_for(store: Store) -> None:
 def test_a_run_that_is_not_there_is_a_sentence(store: Store) -> None:
     store.runs.begin(RUN, CONFIG)
     with pytest.raises(ConfigurationError, match="there is no run 'x'; runs in the store: r"):
-        changes(store, "x", {})
+        changes(store, directory(store), "x", {})
+
+
+def test_the_status_of_a_run_is_that_of_the_list(store: Store) -> None:
+    store.runs.begin(RUN, CONFIG)
+    store.runs.publish_contract(RUN, b"")
+
+    def told() -> Row:
+        (run,) = [item for item in changes(store, directory(store), RUN, {}) if item["kind"] == "run"]
+        (row,) = LocalStore(directory(store)).runs().lists["runs"]
+        assert {name: run[name] for name in ("status", "reason", "present")} == {
+            name: row[name] for name in ("status", "reason", "present")
+        }
+        return run
+
+    assert told()["status"] == "running (no server)"
+    with serve_lock.take(directory(store), RUN):
+        assert told()["status"] == "running"
+        engine = ProcessState("engine", RUN, 1, 0, hangs="2026-01-01T00:00:00Z")
+        ProcessFile(directory(store)).write([engine])
+        assert told()["status"] == "running (engine hangs)"
+        ProcessFile(directory(store)).write([])
+        store.run_control.begin_wait(RUN, 2)
+        assert told()["status"] == "waiting for devices"
+        assert told()["reason"] == "needs 2 devices that are present"
 
 
 def test_following_ends_with_run_and_looks_only_between_moves(store: Store) -> None:
     moves = Played(store).moves()
-    told = list(follow(store, RUN, wait=lambda: next(moves)))
+    told = list(follow(store, directory(store), RUN, wait=lambda: next(moves)))
     assert len(told) == 6  # once before the first move, and after each
     assert told[-1][-1]["status"] == "finished"
     assert next(moves, None) is None
@@ -146,7 +178,7 @@ def test_following_ends_with_run_and_looks_only_between_moves(store: Store) -> N
 
 def shown(store: Store, **how: Any) -> str:
     console = Console(file=io.StringIO(), width=160, **how.pop("console", {}))
-    show_changes(follow(store, RUN), console=console, as_json=False, **how)
+    show_changes(follow(store, directory(store), RUN), console=console, as_json=False, **how)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -165,16 +197,18 @@ def test_a_pipe_gets_a_sentence_a_line(over: Store) -> None:
     assert lines[2] == "round 1, teacher-guard (c): held back"
     assert lines[3].startswith("round 1: closed, 3 devices, 2 answers, 2 used, 0 reported, ")
     assert lines[3].endswith(" s, test accuracy 50.0%, guards 1, 1.0 kB up, 0.0 kB down")
-    assert lines[4] == "run r (feddkc): finished: all rounds done, 1 of 2 rounds, 3 devices present"
+    assert lines[4] == "run r (feddkc): finished: all rounds done, 1 of 2 rounds, 0 devices present"
     assert len(lines) == 5
 
 
 def test_a_run_without_an_end_is_told_so(store: Store) -> None:
     store.runs.begin(RUN, {"run": {**CONFIG["run"], "rounds": 0}})
-    (run,) = changes(store, RUN, {})
-    assert sentence(run) == "run r (feddkc): preparing, 0 rounds completed, until stopped, 0 devices present"
+    (run,) = changes(store, directory(store), RUN, {})
+    assert (
+        sentence(run) == "run r (feddkc): preparing (no server), 0 rounds completed, until stopped, 0 devices present"
+    )
     one = {**run, "completed_rounds": 1, "present": 1}
-    assert sentence(one) == "run r (feddkc): preparing, 1 round completed, until stopped, 1 device present"
+    assert sentence(one) == "run r (feddkc): preparing (no server), 1 round completed, until stopped, 1 device present"
 
 
 def test_a_terminal_gets_a_table_that_stays(over: Store) -> None:
@@ -272,7 +306,7 @@ def test_an_event_of_the_run_has_no_round(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     store.runs.begin("digits", {"run": {"name": "digits", "method": "fedavg", "rounds": 3}})
     store.history.add_event("digits", "engine-failed", "the engine was killed")
-    (event,) = [change for change in changes(store, "digits", {}) if change["kind"] == "event"]
+    (event,) = [change for change in changes(store, tmp_path, "digits", {}) if change["kind"] == "event"]
     assert sentence(event) == "engine-failed: the engine was killed"
     (shown,) = runs.run(store, "digits").lists["events"]
     assert shown["round"] is None

@@ -237,7 +237,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
 
     def _changes(self, run: str, seen: dict[str, TableRow]) -> list[TableRow]:
         with _unknown_run():
-            return changes(self._store, run, seen)
+            return changes(self._store, self._directory, run, seen)
 
     def _read(self, request: operations_pb2.ReadRequest, views: Mapping[str, ViewReader]) -> View:
         if request.view not in views:

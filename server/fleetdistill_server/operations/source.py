@@ -319,7 +319,7 @@ class LocalStore(Source):
 
     def follow(self, run: str) -> Iterator[list[TableRow]]:
         """Yields the changes in a run until it ends."""
-        return follow(self._store, run)
+        return follow(self._store, self._directory, run)
 
     def revoke(self, device: str, reason: str, *, confirmed: bool = False) -> Revoked:
         """Revokes a device permanently."""

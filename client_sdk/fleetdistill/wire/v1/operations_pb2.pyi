@@ -56,7 +56,7 @@ class RunProgress(_message.Message):
     run: _builtins.str
     """Name."""
     status: _builtins.str
-    """preparing, running, finished, stopped or cancelled."""
+    """As in a list of runs: finished, or running (no server)."""
     reason: _builtins.str
     """Reason for the status; may be empty."""
     completed_rounds: _builtins.int
