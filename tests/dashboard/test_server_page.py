@@ -23,6 +23,7 @@ from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.serve_lock import SERVED_FILE
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.server import OF_FORGOTTEN_CA
 
 WELL = {"problems": [], "warnings": [], "serves": True}
 
@@ -58,9 +59,11 @@ def test_the_figures_of_the_server() -> None:
     lists: dict[str, list[dict[str, Any]]] = {
         "queue": [{"engine": True}, {"engine": False}],
         "certificates": [
-            {"holder": "CA", "expires": "1970-02-01T00:00:00Z", "state": "valid"},
-            {"holder": "server", "expires": "1970-01-11T00:00:00Z", "state": "valid"},
-            {"holder": "viewer-vera", "expires": "1970-01-02T00:00:00Z", "state": "revoked"},
+            {"holder": "CA", "device": "", "expires": "1970-02-01T00:00:00Z", "state": "valid"},
+            {"holder": "server", "device": "", "expires": "1970-01-11T00:00:00Z", "state": "valid"},
+            {"holder": "viewer-vera", "device": "", "expires": "1970-01-02T00:00:00Z", "state": "revoked"},
+            {"holder": "viewer-vic", "device": "", "expires": "1970-01-02T00:00:00Z", "state": OF_FORGOTTEN_CA},
+            {"holder": "off", "device": "off", "expires": "1970-01-02T00:00:00Z", "state": "expired"},
         ],
         "backups": [
             {"at": "1970-01-03T00:00:00Z", "result": "failed: no space"},

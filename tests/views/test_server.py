@@ -12,7 +12,8 @@ import pytest
 from support.secured import make_pki
 
 from fleetdistill_server.security.certificates import Role
-from fleetdistill_server.security.revocation import revoke_device, revoke_person
+from fleetdistill_server.security.pki import forget_old_authority, rotate_authority
+from fleetdistill_server.security.revocation import is_last_operator, revoke_device, revoke_person
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.operator_calls import Call
 from fleetdistill_server.store.records import Certificate
@@ -88,6 +89,25 @@ def test_a_revoked_person_s_certificate_is_not_called_valid(tmp_path: Path) -> N
     result = {row["holder"]: row["state"] for row in view.lists["certificates"]}
     assert (result["viewer-alice"], result["viewer-vera"]) == ("revoked", "valid")
     assert not view.facts["warnings"]
+    store.close()
+
+
+def test_an_identity_of_a_forgotten_ca_is_not_called_valid(tmp_path: Path) -> None:
+    """It was valid while both CAs were accepted. Nor does its operator count as one who is left."""
+    pki, store = tmp_path / "pki", Store.open(tmp_path / "store")
+    make_pki(pki).issue_person(Role.OPERATOR, "old", 30.0, pki / "operator-old")
+    (tmp_path / "store" / serve_lock.SERVED_FILE).write_text(f"[server]\npki = {str(pki)!r}\n")
+
+    def states() -> list[str]:
+        rows = server(store, tmp_path / "store").lists["certificates"]
+        return [row["state"] for row in rows if row["holder"].startswith("operator-")]
+
+    rotate_authority(pki).issue_person(Role.OPERATOR, "new", 30.0, pki / "operator-new")
+    assert states() == ["valid", "valid"]
+    assert not is_last_operator(pki, store, "new")
+    forget_old_authority(pki)
+    assert states() == ["valid", "of a forgotten CA, not admitted"]
+    assert is_last_operator(pki, store, "new")
     store.close()
 
 

@@ -6,7 +6,7 @@ A revoked device no longer takes part in any run.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.link.credentials import IDENTITY, split
+from fleetdistill.link.credentials import AUTHORITIES, IDENTITY, split
 from fleetdistill.names import NAME_RULE, did_you_mean, is_name
 from fleetdistill_server.security.certificates import Holder, Role, holder_of
 from fleetdistill_server.security.pki import Authority
@@ -170,7 +170,10 @@ def shut_out(pki: Path, store: Store | None) -> ShutOut:
 
 def is_last_operator(pki: Path, store: Store, name: str) -> bool:
     """Returns whether an operator is the only one in the PKI's directory with a valid certificate."""
-    known = {holder.name for holder, _ in _identities(pki) if holder.role is Role.OPERATOR}
+    accepted = accepted_authorities(pki)
+    known = {
+        holder.name for holder, pem in _identities(pki) if holder.role is Role.OPERATOR and is_accepted(pem, accepted)
+    }
     valid = {item for item in known if not store.credentials.is_revoked(f"{Role.OPERATOR}:{item}", "")}
     return valid == {name}
 
@@ -207,6 +210,19 @@ def _identities(pki: Path) -> Iterable[tuple[Holder, bytes]]:
         holder = holder_of(pem)
         if holder is not None and holder.expires_at > time.time():
             yield holder, pem
+
+
+def accepted_authorities(pki: Path) -> list[x509.Certificate]:
+    """Returns the certificates of the CAs that a PKI accepts; none if they cannot be read."""
+    try:
+        return x509.load_pem_x509_certificates((pki / AUTHORITIES).read_bytes())
+    except (OSError, ValueError):
+        return []
+
+
+def is_accepted(pem: bytes, accepted: Sequence[x509.Certificate]) -> bool:
+    """Returns whether one of these CAs has signed a certificate."""
+    return any(_is_signed(pem, authority) for authority in accepted)
 
 
 def is_of_old_ca(pki: Path, identity: Path) -> bool:

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from fleetdistill.link.credentials import IDENTITY
+from fleetdistill.link.credentials import IDENTITY, split
 from fleetdistill.version import VERSION
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.security.certificates import Role
+from fleetdistill_server.security.revocation import accepted_authorities, is_accepted
 from fleetdistill_server.service.process_state import FRONT, read_processes
 from fleetdistill_server.service.serve_lock import last_served, serving
 from fleetdistill_server.service.served import Served, served
@@ -26,12 +27,16 @@ from fleetdistill_server.views.certificates import OWN, RENEWALS, validity_of
 from fleetdistill_server.views.health import failed_runs, problems
 from fleetdistill_server.views.runs import TableRow, View, shown_status
 
+__all__ = ["OF_FORGOTTEN_CA", "REVOKED"]
+
 SOON_SECONDS = 21 * 86_400.0
 """Time left of a certificate of the server, the CA or a person from which it is to be renewed, as in the alerts."""
 _SOON_SHARE = 0.25
 """The same for devices, as a share of the validity: they renew theirs before."""
 _DUE = ("expired", "expires soon")
 """States of a certificate that somebody has to renew."""
+REVOKED, OF_FORGOTTEN_CA = "revoked", "of a forgotten CA, not admitted"
+"""States of a certificate that admits nobody any more."""
 _MOST = 100
 _BACKUPS = 5
 _PACKAGES = ("torch", "grpcio", "nicegui")
@@ -132,10 +137,22 @@ def _own_certificates(section: ServerSection, store: Store) -> Iterator[TableRow
     )
     revoked = {revocation.subject.replace(":", "-", 1) for revocation in store.credentials.revocations()}
     files = {holder: tls.directory / name for holder, name in OWN.items()}
+    accepted = accepted_authorities(tls.directory)
     for holder, path in {**files, **{path.parent.name: path for path in people}}.items():
         if (valid := validity_of(path)) is not None:
             row = _certificate(holder, "", valid[1], SOON_SECONDS)
-            yield row | {"state": "revoked"} if holder in revoked else row
+            if holder in revoked:
+                row["state"] = REVOKED
+            elif holder not in OWN and accepted and not is_accepted(_certificate_in(path), accepted):
+                row["state"] = OF_FORGOTTEN_CA
+            yield row
+
+
+def _certificate_in(path: Path) -> bytes:
+    try:
+        return split(path.read_bytes())[1]
+    except OSError:  # it is being replaced
+        return b""
 
 
 def _device_certificates(store: Store) -> list[TableRow]:

@@ -21,6 +21,7 @@ from fleetdistill_console.dashboard.units import UNKNOWN, duration, size
 from fleetdistill_server.store.states import QUEUED, WAITING
 from fleetdistill_server.views.results import missing_in
 from fleetdistill_server.views.runs import NO_SERVER, TableRow, View
+from fleetdistill_server.views.server import OF_FORGOTTEN_CA, REVOKED
 
 _ENGINES, _RUNS, _DISK, _EXPIRY, _BACKUP = "Engines", "Runs", "Free disk", "Next certificate to expire", "Last backup"
 _WORST = {"bad": "fd-bad", "warn": "fd-warn", "good": "fd-good"}
@@ -136,7 +137,9 @@ def tiles(view: View, runs: Sequence[TableRow], now: float | None = None) -> dic
     facts, lists = view.facts, view.lists
     used = sum(row["engine"] for row in lists["queue"])
     states = Counter(_without_details(row["status"]) for row in runs)
-    valid = [row for row in lists["certificates"] if row["state"] != "revoked"]
+    valid = [
+        row for row in lists["certificates"] if not row["device"] and row["state"] not in (REVOKED, OF_FORGOTTEN_CA)
+    ]  # devices renew their own
     expiring = min(valid, key=lambda row: str(row["expires"]), default=None)
     return {
         _ENGINES: f"{used} of {facts['engines_at_once']} in use" if facts["serves"] else UNKNOWN,
