@@ -200,7 +200,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a torch device that is not there": ({"server_torch_device": "cuda:99"}, "[server] torch_device: 'cuda:99' cannot"),
     "an address of somebody else": ({"server_listen": "192.0.2.1:0"}, "[server] listen is '192.0.2.1:0', which is"),
-    "a PKI that is not there": ({"server_pki": "none"}, "cannot read none/server.pem; make a PKI with"),
+    "a PKI that is not there": ({"server_pki": "none"}, "none has no server.pem; create a PKI with"),
 }
 
 

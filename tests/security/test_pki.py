@@ -175,8 +175,33 @@ def test_damaged_or_missing_file_gives_message_without_contents(tmp_path: Path, 
         Authority(tmp_path / "pki")
     assert "secret words" not in str(result.value)
     path.unlink()
-    with pytest.raises(ConfigurationError, match=rf"has no {name}; create a PKI with `fleetdistill pki init"):
+    with pytest.raises(ConfigurationError, match=rf"has no {name}; restore it from your copy of this directory"):
         Authority(tmp_path / "pki")
+    with pytest.raises(ConfigurationError, match="create a PKI with `fleetdistill pki init"):
+        Authority(tmp_path / "nowhere")
+
+
+def test_a_lost_certificate_of_the_server_is_issued_again(tmp_path: Path) -> None:
+    pki = tmp_path / "pki"
+    make_pki(pki)
+    (pki / "server.pem").unlink()
+    again = rf"has no server.pem; issue it again with `fleetdistill pki renew-server --pki {pki} --names HOST`"
+    assert re.search(again, error_of("serve", run_toml(tmp_path, "127.0.0.1:0", pki=str(pki))))
+    assert re.search(again, error_of("pki", "renew-server", "--pki", str(pki)))
+    done = CliRunner().invoke(app, ["pki", "renew-server", "--pki", str(pki), "--names", "fleet.example.org"])
+    assert done.exit_code == 0, done.output
+    assert "fleet.example.org" in Authority(pki).server_names()
+
+
+def test_a_certificate_that_cannot_be_read_has_its_cause(tmp_path: Path) -> None:
+    """A directory in its place stands for one of another user, which root may read."""
+    pki = tmp_path / "pki"
+    make_pki(pki)
+    (pki / "server.pem").unlink()
+    (pki / "server.pem").mkdir()
+    said = error_of("serve", run_toml(tmp_path, "127.0.0.1:0", pki=str(pki)))
+    assert "cannot read the server's certificate: Is a directory" in said
+    assert "pki init" not in said
 
 
 def test_a_key_of_another_ca_is_noticed(tmp_path: Path) -> None:
@@ -366,7 +391,7 @@ def test_serve_names_what_lacks_before_it_starts(tmp_path: Path) -> None:
     assert "is not a loopback address, and TLS is not configured" in said
     assert "fleetdistill pki init" in said
     said = error_of("serve", run_toml(tmp_path, "127.0.0.1:0", pki=str(tmp_path / "pki")))
-    assert re.search(r"cannot read .*server\.pem; make a PKI with `fleetdistill pki init --pki ", said)
+    assert re.search(r"has no server\.pem; create a PKI with `fleetdistill pki init --pki ", said)
     assert not (tmp_path / "store").exists()
 
 

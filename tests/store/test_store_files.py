@@ -756,3 +756,11 @@ def test_a_new_store_is_for_its_user_only(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir(mode=0o755)
     Store.open(tmp_path / "shared").close()
     assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_database_that_cannot_be_opened_has_its_cause(tmp_path: Path) -> None:
+    """A directory in its place stands for a file of another user, which root may read."""
+    path = tmp_path / "store.sqlite"
+    path.mkdir()
+    with pytest.raises(StoreError, match=f"cannot open the database {path}: Is a directory; run this as the user"):
+        SqliteDatabase.open(path)

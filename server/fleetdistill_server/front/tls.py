@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from fleetdistill.errors import ConfigurationError, RefusedError, StoreError
+from fleetdistill.errors import ConfigurationError, RefusedError, StoreError, in_words
 from fleetdistill.link.credentials import AUTHORITIES, split
 from fleetdistill.link.x509 import check_fits
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
@@ -26,7 +26,7 @@ from fleetdistill_server.front.guard import Guard, holder_in
 from fleetdistill_server.front.strangers import Strangers
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.limiter import Limiter
-from fleetdistill_server.security.pki import SERVER, Authority
+from fleetdistill_server.security.pki import SERVER, Authority, without
 from fleetdistill_server.security.tokens import EnrolmentApi, save_enrol_port
 from fleetdistill_server.store.group_commit import Commit
 from fleetdistill_server.store.store import Store
@@ -193,10 +193,11 @@ class _Files:
             stamp = self._stamps()
             key, chain = split(self._paths[0].read_bytes())
             authorities = self._paths[1].read_bytes()
+        except FileNotFoundError as error:
+            path = Path(error.filename)
+            raise ConfigurationError(without(path.parent, path.name)) from error
         except OSError as error:
-            text = (
-                f"cannot read {error.filename}; make a PKI with `fleetdistill pki init --pki {self._paths[0].parent}`"
-            )
+            text = f"cannot read the server's certificate: {in_words(error)}; it must be readable for the server's user"
             raise ConfigurationError(text) from error
         if not (key and chain):
             raise ConfigurationError(

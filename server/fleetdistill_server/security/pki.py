@@ -217,6 +217,18 @@ def forget_old_authority(directory: Path) -> None:
         (directory / _link_name(authority._own)).unlink(missing_ok=True)
 
 
+def without(directory: Path, missing: str) -> str:
+    """Returns that a PKI lacks a file, with what gets it again: `pki init` refuses a directory that has a CA."""
+    if not any((directory / name).exists() for name in (CA_KEY, AUTHORITIES)):
+        remedy = f"create a PKI with `fleetdistill pki init --pki {directory}`"
+    elif missing == SERVER:
+        remedy = f"issue it again with `fleetdistill pki renew-server --pki {directory} --names HOST`"
+    else:
+        remedy = "restore it from your copy of this directory; without one, create a PKI in another directory with "
+        remedy += "`fleetdistill pki init`, set [server] pki, and enrol the devices again"
+    return f"{directory} has no {missing}; {remedy}"
+
+
 def _new_ca(days: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key = ec.generate_private_key(ec.SECP256R1())
     # A unique name distinguishes the two CAs in one bundle.
@@ -300,9 +312,7 @@ def _readable(directory: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        missing = os.path.basename(error.filename or "")
-        text = f"{directory} has no {missing}; create a PKI with `fleetdistill pki init --pki {directory}`"
-        raise ConfigurationError(text) from error
+        raise ConfigurationError(without(directory, os.path.basename(error.filename or ""))) from error
     except OSError as error:
         raise ConfigurationError(f"cannot use directory {directory}: {in_words(error)}") from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:

@@ -24,6 +24,7 @@ from fleetdistill_server.store.schema import migrations
 _BUSY_SECONDS = 30
 _PAGES_AT_ONCE = 1000
 """Pages of 4 kB that `compact` moves in one transaction."""
+_CLOSED = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM)
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -51,7 +52,7 @@ class SqliteDatabase(Database):
     @classmethod
     def open(cls, path: Path) -> Self:
         """Opens a database file, or creates it. Raises StoreError if it cannot be used."""
-        with database_errors():
+        with _opening(path):
             connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
             _use_wal(connection)
         return cls(connection, "wal")
@@ -66,7 +67,7 @@ class SqliteDatabase(Database):
         # Without a log there is no writer, and SQLite need not create the log to read.
         unused = not path.with_name(f"{path.name}-wal").exists()
         address = f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if unused else ''}"
-        with database_errors():
+        with _opening(path):
             connection = sqlite3.connect(address, uri=True, timeout=_BUSY_SECONDS, isolation_level=None)
             mode = str(connection.execute("PRAGMA journal_mode").fetchone()[0])
         return cls(connection, mode)
@@ -225,6 +226,24 @@ def database_errors() -> contextlib.AbstractContextManager[None]:
         StoreUnavailableError: Another process holds the write lock for too long.
     """
     return _ERRORS
+
+
+@contextlib.contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    """Converts SQLite's errors as `database_errors`; of a file that cannot be opened, with its path and the cause."""
+    try:
+        with database_errors():
+            yield
+    except StoreError as error:
+        if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF not in _CLOSED:
+            raise
+        try:
+            with path.open("r+b"):
+                cause = f"the directory {path.parent} cannot be written"
+        except OSError as refusal:
+            cause = refusal.strerror or str(refusal)
+        text = f"cannot open the database {path}: {cause}; run this as the user of the server"
+        raise StoreError(text) from error
 
 
 def _store_error(error: sqlite3.Error) -> StoreError:
