@@ -18,6 +18,8 @@ from fleetdistill_console.metrics.files import FilesCollector, clear
 from fleetdistill_console.metrics.machine import MachineCollector
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.security.pki import SERVER
+from fleetdistill_server.service.engine_files import engine_directory
+from fleetdistill_server.service.heartbeat import FILE
 from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessState
 
 
@@ -62,6 +64,20 @@ def test_an_engine_that_does_not_run_has_no_phase(tmp_path: Path) -> None:
         samples = [sample for metric in FilesCollector(tmp_path).collect() for sample in metric.samples]
         phases.append({sample.labels["phase"] for sample in samples if sample.value == 1})
     assert phases == [{"preparing"}, set()]
+
+
+def test_an_engine_that_runs_has_its_last_heartbeat(tmp_path: Path) -> None:
+    """One that starts has none yet, and that of one that has ended says nothing."""
+    clear(tmp_path)
+    for run in ("hangs", "over"):
+        path = engine_directory(tmp_path, run) / FILE
+        path.parent.mkdir(parents=True)
+        path.touch()
+        os.utime(path, (1000.0, 1000.0))
+    own = os.getpid()
+    processes = [ProcessState(ENGINE, run, pid, 0) for run, pid in (("hangs", own), ("starts", own), ("over", None))]
+    shown = collected(ServerSection(store=str(tmp_path)), processes)
+    assert shown["fleetdistill_engine_last_heartbeat_timestamp_seconds"] == {("hangs",): 1000.0}
 
 
 def test_the_limits_of_the_disk_are_those_of_the_settings(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def test_the_dashboard_shows_every_metric_and_no_other() -> None:
         "fleetdistill_run_last_completed_timestamp_seconds",
         "fleetdistill_last_round_method_figure",  # of every unit
         "fleetdistill_front_last_tick_timestamp_seconds",  # of an alert
+        "fleetdistill_engine_last_heartbeat_timestamp_seconds",  # of an alert
     ]
 
 

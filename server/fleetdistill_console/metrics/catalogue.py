@@ -136,6 +136,11 @@ GPU_MEMORY = _gauge(
     "Memory of the engine's GPU: used by tensors (allocated), kept by PyTorch (reserved), free and total.",
     *("run", "state"),
 )
+BEAT = _gauge(
+    "engine_last_heartbeat_timestamp_seconds",
+    "Last heartbeat of a run's engine, one a second, also while it trains; absent while it starts or does not run.",
+    "run",
+)
 UP = _gauge("process_up", "Whether a process of the server runs: 1 or 0.", "process", "run")
 RESTARTS = _counter("process_restarts", "Restarts of a process since the server was started.", "process", "run")
 MEMORY = _gauge("process_resident_memory_bytes", "Memory of a process, with its children's.", *("process", "run"))

@@ -21,6 +21,8 @@ from fleetdistill_console.metrics.catalogue import Samples
 from fleetdistill_console.metrics.files import keep_only_engines
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.security.pki import SERVER
+from fleetdistill_server.service.engine_files import engine_directory
+from fleetdistill_server.service.heartbeat import FILE
 from fleetdistill_server.service.process_state import ENGINE, ProcessState
 from fleetdistill_server.store.disk_space import bytes_under
 
@@ -84,6 +86,10 @@ class MachineCollector:
             samples.add(catalogue.RESTARTS, process.restarts, process.name, process.run)
             if process.pid is not None:
                 _add_use(samples, process, process.pid)
+                if process.name == ENGINE:
+                    beat = engine_directory(self._store, process.run) / FILE
+                    with contextlib.suppress(OSError):  # it starts
+                        samples.add(catalogue.BEAT, beat.stat().st_mtime, process.run)
 
 
 def _add_use(samples: Samples, one: ProcessState, pid: int) -> None:

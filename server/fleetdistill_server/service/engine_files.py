@@ -8,6 +8,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+__all__ = ["engine_directory"]
+
 _ENGINES = "engines"
 
 

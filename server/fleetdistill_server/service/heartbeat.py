@@ -20,6 +20,8 @@ from pathlib import Path
 from fleetdistill_server.logs import about
 from fleetdistill_server.texts import when
 
+__all__ = ["FILE"]
+
 FILE, FRONT_FILE = "engine.beat", "front.beat"
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0
