@@ -205,14 +205,53 @@ def test_images_of_another_shape_are_told_how_to_change(shape: tuple[int, ...], 
     assert str(error.value) == f"the inputs have shape {list(shape)}, expected [samples, 1, 8, 8]{remedy}"
 
 
-def test_a_state_of_another_model_is_told_with_the_remedy_first(tmp_path: Path) -> None:
+def wider() -> nn.Module:
+    return split_sequential(nn.Sequential(nn.Linear(4, 50), nn.ReLU(), nn.Linear(50, CLASSES)), 2)
+
+
+class CountingLink(LyingLink):
+    """Counts check-ins."""
+
+    check_ins = 0
+
+    def check_in(self, identity: Any, profile: Any) -> Any:
+        self.check_ins += 1
+        return super().check_in(identity, profile)
+
+
+@pytest.mark.parametrize("given", [wider, wider()])
+def test_updated_network_is_told_before_the_device_takes_part(tmp_path: Path, given: Any) -> None:
+    """A check-in would describe the new model, so that the next start would no longer notice."""
     device, _ = device_at(LyingLink(ask()), tmp_path)
     with device:
         device.run()
-    wider = split_sequential(nn.Sequential(nn.Linear(4, 50), nn.ReLU(), nn.Linear(50, CLASSES)), 2)
+    for _ in range(2):
+        link = CountingLink(ask())
+        device, _ = device_at(link, tmp_path, model=given)
+        for use in (device.step, lambda: device.predict(BATCH), lambda: device.model):  # noqa: B023
+            with pytest.raises(ModelError, match=r"^the saved state is of another model: .* call device\.forget\(\)"):
+                use()
+        assert not link.check_ins
+        device.close()
+    device, _ = device_at(link, tmp_path, model=given)
+    device.forget()
+    device, _ = device_at(link, tmp_path, model=given)
+    with device:
+        device.run()
+        assert device.version == 1
+
+
+def test_network_that_torch_is_loaded_for_later_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle device does not load torch: it finds out at its first ask, before it describes the new model."""
+    device, _ = device_at(LyingLink(ask()), tmp_path)
+    with device:
+        device.run()
+    known = (tmp_path / "profile.bin").read_bytes()
+    monkeypatch.setattr("fleetdistill.device.backend.get_loaded", lambda name: None)
     device, _ = device_at(LyingLink(ask()), tmp_path, model=wider)
-    with device, pytest.raises(ModelError, match=r"^the saved state is of another model: use a fresh state_dir, or "):
-        device.predict(BATCH)
+    with device, pytest.raises(ModelError, match=r"^the saved state is of another model: "):
+        device.step()
+    assert (tmp_path / "profile.bin").read_bytes() == known
 
 
 @pytest.mark.parametrize(

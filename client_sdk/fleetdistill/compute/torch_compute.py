@@ -340,8 +340,10 @@ class TorchCompute(DeliveringCompute[nn.Module]):
         except (RuntimeError, ValueError, KeyError) as error:
             reason = textwrap.shorten(str(error), 300)  # torch lists each tensor on a line of its own
             raise ModelError(
-                "the saved state is of another model: use a fresh state_dir, or pass the model that this one is of. "
-                f"Until the fresh one's first delivery `Predictor` predicts with the files in this one ({reason})"
+                "the saved state is of another model: pass the model that it is of. If an update of the app changed "
+                "the network, call device.forget(), which has the server delete what this device sent, and start "
+                "again. A fresh state_dir alone is a second device, and what this one sent stays in the run. Until "
+                f"then `Predictor` predicts with the files in this state_dir ({reason})"
             ) from error
 
     def _restore_delivered(self, first: Any, saved: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from fleetdistill.deployment.settings import Deployment
 from fleetdistill.deployment.versions import missing_states
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.errors import ConfigurationError, DamagedStateError, DataError, ModelError, StateError
+from fleetdistill.lazy import get_loaded
 from fleetdistill.link.downloads import Downloads
 from fleetdistill.models.torch_model import TorchModel
 from fleetdistill.state import failpoints
@@ -68,6 +69,18 @@ class ComputeFactory:
             return self._made_by_worker(contract)
         model = replace(self._model, module=self._for_training)
         return self._torch_compute(contract, model, replace(self._data, data=data), self._ids)
+
+    def fingerprint(self) -> str:
+        """Returns the fingerprint of the app's model.
+
+        It is empty with a worker, and while the app has not loaded torch, which an idle device does not need.
+        """
+        if self._model is None or get_loaded("torch") is None:
+            return ""
+        from fleetdistill.compute.torch_compute import module_on
+        from fleetdistill.training.model import fingerprint
+
+        return fingerprint(module_on(self._for_prediction, self._model.torch_device))
 
     def make_predicting(self, contract: contract_pb2.Contract) -> Compute:
         """Makes a compute backend from which predictions copy a stored model; only a worker reads data for it."""
@@ -221,6 +234,24 @@ class Backend:
         if not compute.has_state:
             self._restore(compute, contract)
         return compute
+
+    def fingerprint(self) -> str:
+        """Returns the fingerprint of the app's model before the compute backend is made; else an empty text."""
+        return self._factory.fingerprint() if self.compute is None and self._parts.storage.has_directory else ""
+
+    def check_state(self, known: str, fingerprint: str, contract: contract_pb2.Contract) -> None:
+        """Restores the committed state if the app's model has changed, to find out whether the state fits it.
+
+        Args:
+            known: Fingerprint in the last accepted profile.
+            fingerprint: Fingerprint of the app's model; empty if it is unknown.
+            contract: Contract of the run.
+
+        Raises:
+            ModelError: The state is of another model.
+        """
+        if fingerprint not in ("", known) and self.saved_state() is not None:
+            self.prepare(contract)
 
     def saved_state(self) -> bytes | None:
         """Returns the content of `state.safetensors`; None before the first state.

@@ -116,6 +116,7 @@ class CheckIn:
             profile = self._profile_of(self._with_samples(self._current_compute(terms.contract)))
             run, made_now = terms.contract.run, True
         else:
+            self._check_model(profile)
             self._set_columns(profile, columns)
             _set_compressions(profile)
         terms = self._send_check_in(profile, run)
@@ -190,6 +191,12 @@ class CheckIn:
         except DamagedStateError as error:
             self._storage.set_aside(PROFILE, error, "the device describes its model and data again")
             return None
+
+    def _check_model(self, profile: contract_pb2.DeviceProfile) -> None:
+        """Raises ModelError if the committed state is not of the app's model, before the device takes part with it."""
+        fingerprint = self._backend.fingerprint()
+        if fingerprint != profile.model_fingerprint and (contract := self._saved_contract()) is not None:
+            self._backend.check_state(profile.model_fingerprint, fingerprint, contract)
 
     def _set_columns(self, profile: contract_pb2.DeviceProfile, columns: Sequence[str]) -> None:
         """Updates the allowed columns; saved before the call, so that withdrawn ones are not shown as allowed."""
@@ -298,8 +305,10 @@ class CheckIn:
             or self._storage.outbox.pending() is not None
         ):
             return
-        profile = self._profile_of(compute)
-        if profile != self._saved_profile():
+        profile, saved = self._profile_of(compute), self._saved_profile()
+        if profile != saved:
+            if saved is not None:
+                self._backend.check_state(saved.model_fingerprint, profile.model_fingerprint, compute.contract)
             self._call_server(profile, self._parts.identity.run)
             self._save(profile, compute.contract)
         self._save_data_version(profile)
