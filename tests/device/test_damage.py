@@ -16,7 +16,8 @@ from support.private_fleet import PrivateFleet, RowsWorker
 
 from fleetdistill import Device, Event
 from fleetdistill.device import inspect
-from fleetdistill.errors import DamagedStateError, LinkError, StateError
+from fleetdistill.device.command import main
+from fleetdistill.errors import DamagedStateError, LinkError, RefusedError, StateError
 from fleetdistill.state.state_check import STATES
 from fleetdistill.testing import EventLog, FaultyLink, lost
 from fleetdistill_server.intake.memory_link import MemoryLink
@@ -231,3 +232,32 @@ def test_weights_of_another_bit_are_noticed(made: Made, tmp_path: Path) -> None:
     (directory / "state.safetensors").write_bytes(state)
     with pytest.raises(StateError, match="does not match its checksum"), made.opened(directory, EventLog()) as device:
         assert isinstance(device.model, torch.nn.Module)
+
+
+@pytest.mark.parametrize("name", ["profile.bin", "contract.bin", "ledger.jsonl", *STATES])
+def test_files_of_a_device_without_its_id_begin_no_second(made: Made, tmp_path: Path, name: str) -> None:
+    """The rows of the first one stay merged, so those of a second one would count twice."""
+    (tmp_path / "state").mkdir()
+    shutil.copy(made.directory / name, tmp_path / "state" / name)
+    error, _ = made.turn(tmp_path / "state", EventLog())
+    assert isinstance(error, DamagedStateError)
+    assert error.path == tmp_path / "state" / "device.json"
+    assert str(error).startswith(f"{error.path} is missing, but {name} shows that a device has used this directory")
+    assert "Restore it from a backup" in str(error)
+    assert "forget DIR --local" in str(error)
+    with (
+        make_device(made.fleet, tmp_path / "state", device_id="d") as device,
+        pytest.raises(RefusedError, match="secret"),
+    ):
+        device.step(0)
+
+
+def test_missing_or_damaged_id_can_be_erased_as_advised(made: Made, tmp_path: Path) -> None:
+    for change in (Path.unlink, lambda path: path.write_bytes(b"\xff{")):
+        directory = made.copy(tmp_path / "state")
+        change(directory / "device.json")
+        assert any("device.json is " in text for text in inspect(directory).damage)
+        assert main(["forget", str(directory), "--local", "--yes"]) == 0
+        with made.opened(directory, EventLog()) as device:
+            assert device.device_id != "d"
+        shutil.rmtree(directory)

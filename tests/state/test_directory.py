@@ -125,7 +125,8 @@ def test_a_damaged_identity_is_never_taken_for_a_new_device(tmp_path: Path, cont
     with pytest.raises(StateError) as error:
         storage.load_identity()
     assert str(error.value).startswith(f"{tmp_path / 'device.json'} is damaged: ")
-    assert str(error.value).endswith("; restore the file, or use a new state directory")
+    assert "JSON" not in str(error.value).split("; ")[0] or "cannot be read as JSON. Restore" in str(error.value)
+    assert "erase the directory with `fleetdistill device forget DIR --local`" in str(error.value)
     storage.close()
 
 

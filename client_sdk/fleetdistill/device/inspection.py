@@ -16,6 +16,7 @@ from fleetdistill.state.erasure import ERASING
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import damaged_error, json_object
 from fleetdistill.state.outbox import Outbox
+from fleetdistill.state.own_files import DEVICE
 from fleetdistill.state.privacy_ledger import PrivacyLedger
 from fleetdistill.state.sample_ids import SampleIds
 from fleetdistill.state.saved_profile import load_contract, load_profile
@@ -118,8 +119,10 @@ class _Reader:
             self._found.damage.append(f"{self._files.directory / name} is damaged: {reason}")
 
     def _identity(self) -> None:
-        path = self._files.directory / "device.json"
-        saved = json_object(path, self._files.load("device.json") or b"")
+        path, data = self._files.directory / DEVICE, self._files.load(DEVICE)
+        if data is None:
+            raise StateError(f"{path} is missing")
+        saved = json_object(path, data)
         self._found.device, self._found.run = str(saved.get("device", "")), str(saved.get("run", ""))
         self._found.sdk = str(saved.get("sdk", ""))
 

@@ -29,15 +29,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fleetdistill.errors import StateError
+from fleetdistill.errors import DamagedStateError, StateError
 from fleetdistill.state import failpoints
 from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import make_directory
 from fleetdistill.state.erasure import complete_erasure, erase
 from fleetdistill.state.file_lock import lock_file
 from fleetdistill.state.files import Files
-from fleetdistill.state.format import FORMAT, check_format, json_object, sealed_json
+from fleetdistill.state.format import FORMAT, check_format, identity_error, json_object, sealed_json
 from fleetdistill.state.outbox import Outbox
+from fleetdistill.state.own_files import DEVICE
 from fleetdistill.state.sent_ledger import SentLedger
 from fleetdistill.version import VERSION
 
@@ -90,18 +91,24 @@ class Storage(Files):
             StateError: The file is damaged, or a newer SDK wrote the directory.
         """
         saved = self._device_file()
-        check_format(self.directory, saved)
+        try:
+            check_format(self.directory, saved)
+        except DamagedStateError as error:
+            raise identity_error(self.directory / DEVICE, f"is damaged: {error.reason}") from error
         return {name: value for name, value in saved.items() if name not in ("format", "sdk")}
 
     def _device_file(self) -> dict[str, Any]:
-        data = self.load("device.json")
-        return {} if data is None else json_object(self.directory / "device.json", data)
+        data, path = self.load(DEVICE), self.directory / DEVICE
+        try:
+            return {} if data is None else json_object(path, data)
+        except DamagedStateError as error:
+            raise identity_error(path, f"is damaged: {error.reason}") from error
 
     def save_identity(self, identity: dict[str, Any]) -> None:
         """Saves id, run and secret with file mode 0600; other fields of the file are kept."""
         failpoints.hit("device.identity.before-save")
         saved = {**self._device_file(), **identity, "format": FORMAT, "sdk": VERSION}
-        self.save("device.json", sealed_json(saved, indent=1), mode=0o600)
+        self.save(DEVICE, sealed_json(saved, indent=1), mode=0o600)
         failpoints.hit("device.identity.after-save")
 
     # --- data version

@@ -35,7 +35,7 @@ def json_object(path: Path, data: bytes) -> dict[str, Any]:
     try:
         result = json.loads(data)
     except ValueError as error:
-        raise damaged_error(path, error) from error
+        raise damaged_error(path, "it cannot be read as JSON" if data else "it is empty") from error
     if not isinstance(result, dict):
         raise damaged_error(path, f"expected an object, found {type(result).__name__}")
     known = result.pop(_CHECKSUM, None)
@@ -44,10 +44,19 @@ def json_object(path: Path, data: bytes) -> dict[str, Any]:
     return result
 
 
-def damaged_error(path: Path, reason: object) -> StateError:
+def damaged_error(path: Path, reason: object) -> DamagedStateError:
     """Returns the error for a damaged file."""
     message = f"{path} is damaged: {reason}; restore the file, or use a new state directory"
     return DamagedStateError(path, message, str(reason))
+
+
+def identity_error(path: Path, problem: str) -> DamagedStateError:
+    """Returns the error for a `device.json` without which a device must not continue, as its id would be a new one."""
+    message = (
+        f"{path} {problem}. Restore it from a backup. Without one, erase the directory with `fleetdistill device "
+        "forget DIR --local`, ask the operator for `fleetdistill devices forget RUN DEVICE`, and begin as a new device"
+    )
+    return DamagedStateError(path, message, problem.removeprefix("is damaged: "))
 
 
 def check_format(path: Path, saved: dict[str, Any]) -> None:
