@@ -55,8 +55,11 @@ def check_with(check: Check) -> Iterator[None]:
 
 
 @contextmanager
-def time_limit(seconds: float, now: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Makes `check_may_continue` raise CannotAnswer after `seconds` seconds, measured with the clock `now`."""
+def time_limit(seconds: float, now: Callable[[], float] = time.monotonic) -> Iterator[Check]:
+    """Makes `check_may_continue` raise CannotAnswer after `seconds` seconds, measured with the clock `now`.
+
+    Yields the check of this limit alone, for the end of work that has only few checks.
+    """
     end = now() + seconds
 
     def check() -> None:
@@ -67,7 +70,7 @@ def time_limit(seconds: float, now: Callable[[], float] = time.monotonic) -> Ite
             )
 
     with check_with(check):
-        yield
+        yield check
 
 
 def check_may_continue() -> None:

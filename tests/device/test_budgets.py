@@ -17,7 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.hostile_server import LyingLink, ask, device_at, model, terms
+from support.open_device import open_device
 from support.processes import python
+from support.small_device import SmallWorker
 
 from fleetdistill import Budgets, Eligibility, Event, Step
 from fleetdistill.clock import SystemClock
@@ -243,6 +245,30 @@ def test_an_ask_over_the_budget_of_a_day_is_declined(tmp_path: Path) -> None:
     assert declined.reason == "the ask takes longer than compute_seconds_per_day (30); raise the budget"
     assert clock.now() > 15 * 3600, "the budget of the day is used up"
     assert events[-1].kind == "finished"
+
+
+@pytest.mark.parametrize(
+    ("budgets", "reason"),
+    [
+        (Budgets(seconds_per_ask=5), "the ask takes longer than this device's limit of 5 seconds; raise it with"),
+        (Budgets(compute_seconds_per_day=5), "the ask takes longer than compute_seconds_per_day (5); raise the budget"),
+    ],
+)
+def test_limit_holds_for_work_without_a_check(tmp_path: Path, budgets: Budgets, reason: str) -> None:
+    clock = ManualClock(time=MORNING)
+
+    class SlowWorker(SmallWorker):
+        def answer(self, *given: Any) -> Any:
+            clock.advance(6)
+            return super().answer(*given)
+
+    link = LyingLink(ask(deadline_seconds=10 * DAY))
+    given: dict[str, Any] = {"worker": SlowWorker, "budgets": budgets, "clock": clock, "export": "never"}
+    with open_device(server=link, state_dir=tmp_path, **given) as device:
+        assert device.step() is Step.DECLINED
+    assert link.declined[0].reason.startswith(reason)
+    assert not link.uploads
+    assert not (tmp_path / "outbox" / "manifest.json").exists()
 
 
 def test_ask_interrupted_by_daily_budget_is_answered_next_day(tmp_path: Path) -> None:

@@ -257,8 +257,9 @@ class AskHandler:
         now = self._parts.clock.now
         note = partial(self._events.emit_progress, ask.round, ask.step)
         handler = self._parts.spans.span("handler", step=ask.step)
-        with time_limit(self._max_seconds, now), report_to(note, now), handler:
+        with time_limit(self._max_seconds, now) as check_time, report_to(note, now), handler:
             computed = self._parts.permission.compute(partial(compute.answer, ask, parts, allow))
+            check_time()  # class statistics are computed in a few steps, without a check between the last ones
         if computed.replacement is not None and computed.replacement.replaced and self._is_pinned():
             computed = _pin(computed, computed.replacement)
         answer = computed.answer

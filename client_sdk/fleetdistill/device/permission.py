@@ -135,6 +135,9 @@ class Permission:
 
         def check() -> None:
             count()
+            check_limit()
+
+        def check_limit() -> None:
             limit = self._budgets.compute_seconds_per_day
             if limit is not None and counted - began >= limit:
                 text = f"the ask takes longer than compute_seconds_per_day ({limit:g}); raise the budget"
@@ -145,6 +148,7 @@ class Permission:
                 yield
             finally:
                 count()
+        check_limit()  # else an answer that was computed without a check would wait in the outbox until midnight
 
 
 def seconds_to_wait(hold: Hold) -> float:
