@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import threading
 from datetime import datetime
@@ -229,6 +230,23 @@ def test_bytes_are_limited_per_day_and_answer_resumes_next_day(tmp_path: Path) -
     assert len(set(days["answered"])) == len(days["answered"]) >= 3
     assert not link.declined
     assert all(1500 <= count < 1500 + MAX_MESSAGE + 1500 / 20 for count in used), used
+
+
+@pytest.mark.parametrize(("limit", "what"), [(20, "check-in"), (1500, "answer")])
+def test_message_over_the_budget_of_a_day_is_named(tmp_path: Path, limit: int, what: str) -> None:
+    clock = ManualClock(time=MORNING)
+    link = LyingLink(*[ask(deadline_seconds=10 * DAY)] * 3)
+    rows = np.random.default_rng(0).random((200, 4)).astype(np.float32), np.arange(200) % 3
+    device, events = device_at(link, tmp_path, budgets=Budgets(bytes_per_day=limit), clock=clock, data=rows)
+    with device:
+        for _ in range(100_000):
+            if clock.now() > 3 * DAY:
+                break
+            device.step()
+    text = events.texts("waiting")[-1]
+    found = re.match(rf"one {what} alone has (\d+) bytes, more than bytes_per_day \({limit}\); raise the budget", text)
+    assert found, text
+    assert int(found[1]) > limit
 
 
 def test_an_ask_over_the_budget_of_a_day_is_declined(tmp_path: Path) -> None:

@@ -181,9 +181,10 @@ class Device:
             save_server(self._storage, link)
             link = open_link(link, server.enrolment, self._storage.directory, identity.device, spans)
         same_process = link if isinstance(link, HandsOver) and not self._storage.has_directory else None
+        add_bytes = partial(permission.usage.add, "bytes")
         return DeviceParts(
             storage=self._storage,
-            link=link if same_process else MeteredLink(link, partial(permission.usage.add, "bytes")),
+            link=link if same_process else MeteredLink(link, add_bytes, permission.note_size),
             identity=identity,
             events=Events(self._lock, identity.device),
             lock=self._lock,

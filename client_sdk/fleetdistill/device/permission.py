@@ -65,6 +65,15 @@ class Permission:
         limits = {counter: getattr(self._budgets, name) for counter, name in _COUNTERS.items()}
         self.usage = Usage(files, clock, {name: limit for name, limit in limits.items() if limit is not None})
         self.pace = Pace(files, clock)
+        self._too_large: dict[str, int] = {}
+
+    def note_size(self, what: str, size: int) -> None:
+        """Notes the size of a message in bytes, for the reason if it alone exceeds the budget of a day."""
+        limit = self._budgets.bytes_per_day
+        if limit is not None and size > limit:
+            self._too_large[what] = size
+        else:
+            self._too_large.pop(what, None)
 
     def hold(self) -> Hold | None:
         """Returns why no work may begin now, or None if it may."""
@@ -86,9 +95,13 @@ class Permission:
         if not counter:
             return None
         name = _COUNTERS[counter]
+        limit = getattr(self._budgets, name)
         now = self._local_time()
         midnight = (now + timedelta(days=1)).replace(hour=0, minute=0, second=0, microsecond=0)
-        text = f"{name} ({getattr(self._budgets, name)}) is used up until midnight"
+        text = f"{name} ({limit}) is used up until midnight"
+        if counter == "bytes" and self._too_large:
+            what, size = max(self._too_large.items(), key=lambda item: item[1])
+            text = f"one {what} alone has {size} bytes, more than {name} ({limit}); raise the budget"
         return Hold(name, text, (midnight - now).total_seconds())
 
     def _memory_hold(self, seconds: float | None) -> Hold | None:
@@ -322,18 +335,25 @@ class MeteredLink:
     Args:
         link: Link that receives the calls.
         count: Called from any thread with the number of bytes sent or received, without those of HTTP/2 and TLS.
+        note_size: Called with the name of a message, `check-in` or `answer`, and its size in bytes.
     """
 
-    def __init__(self, link: Link, count: Callable[[int], None]) -> None:
-        self._link, self._count = link, count
+    def __init__(
+        self, link: Link, count: Callable[[int], None], note_size: Callable[[str, int], None] = lambda what, size: None
+    ) -> None:
+        self._link, self._count, self._note_size = link, count, note_size
         self.remote = link.remote
 
     def check_in(
         self, identity: service_pb2.Identity, profile: contract_pb2.DeviceProfile | None
     ) -> service_pb2.CheckInResponse:
         """Forwards the call."""
-        self._count(identity.ByteSize() + (profile.ByteSize() if profile is not None else 0))
-        return self._reply(lambda: self._link.check_in(identity, profile))
+        sent = identity.ByteSize() + (profile.ByteSize() if profile is not None else 0)
+        self._note_size("check-in", sent)
+        self._count(sent)
+        reply = self._reply(lambda: self._link.check_in(identity, profile))
+        self._note_size("check-in", sent + reply.ByteSize())
+        return reply
 
     def next_ask(self, identity: service_pb2.Identity, wait_seconds: float) -> service_pb2.NextAskResponse:
         """Forwards the call."""
@@ -364,6 +384,7 @@ class MeteredLink:
 
     def upload(self, header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> service_pb2.Receipt:
         """Forwards the call."""
+        self._note_size("answer", header.ByteSize() + header.payload.data_bytes)
         self._count(header.ByteSize())
         counted = self._counted(chunks)
         return self._reply(lambda: self._link.upload(header, counted))
