@@ -232,7 +232,7 @@ def pause_seconds(at: Moment) -> None:
 def roll_back_and_forward(at: Moment) -> None:
     assert at.device.roll_forward() == at.device.version, "it takes deliveries anyway"
     if at.version < 2:
-        with pytest.raises(StateError, match="no earlier version"):
+        with pytest.raises(StateError, match="no earlier version" if at.version else "no model was delivered yet"):
             at.device.roll_back()
     elif not at.working:
         with at.copy() as device:

@@ -314,6 +314,8 @@ class Deployer:
             StateError: There is no earlier version, or it is damaged.
         """
         previous = self.versions.previous()
+        if previous is None and not self.version:
+            raise StateError(f"no model was delivered yet to {self._directory}, so there is no version to return to")
         if previous is None:
             raise StateError(
                 f"{self._directory} has no earlier version of the model; the device keeps "
