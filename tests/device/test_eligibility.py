@@ -172,6 +172,8 @@ def test_condition_this_machine_cannot_measure_needs_a_probe(missing: str, monke
         with pytest.raises(ConfigurationError, match=f"this machine cannot measure '{name}'.*psutil"):
             Eligibility(**settings)
         assert Eligibility(**settings, probes={name: lambda: 1})
+        with pytest.raises(ConfigurationError, match=f"and probes has '{name[1:]}'; did you mean '{name}'\\?"):
+            Eligibility(**settings, probes={"screen-off": lambda: True, name[1:]: lambda: 1})
 
 
 def test_a_machine_is_idle_by_the_load_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:

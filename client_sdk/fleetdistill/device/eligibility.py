@@ -17,7 +17,7 @@ from fleetdistill.checked import check_flag, check_type
 from fleetdistill.device.probes import Probe, system_probe
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.interruption import Hold
-from fleetdistill.names import is_name
+from fleetdistill.names import did_you_mean, is_name
 from fleetdistill.printable import printable
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,9 @@ class Eligibility:
             raise ConfigurationError(f"probes has {unused[0]!r}, but that condition is not set; set it or remove it")
         for name in needed - self.probes.keys():
             if system_probe(name, Path()) is None:
+                if own := next((probe for probe in self.probes if did_you_mean(probe, [name])), ""):
+                    meant = did_you_mean(own, [name])
+                    raise ConfigurationError(f"this machine cannot measure {name!r}, and probes has {own!r}{meant}")
                 raise ConfigurationError(
                     f"this machine cannot measure {name!r}; pass Eligibility(probes={{{name!r}: function}}), "
                     f"or leave the condition out{_PSUTIL if name != 'unmetered' else ''}"
