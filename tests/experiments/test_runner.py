@@ -21,11 +21,12 @@ from typer.testing import CliRunner
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.state.file_lock import lock_file
 from fleetdistill_lab.experiments.changes import changed_definition, changed_results, changed_versions
-from fleetdistill_lab.experiments.definition import Experiment, MethodEntry, Tune, read_experiment
+from fleetdistill_lab.experiments.definition import Claim, Experiment, MethodEntry, Tune, read_experiment
 from fleetdistill_lab.experiments.metrics import Target
 from fleetdistill_lab.experiments.page import write_report
 from fleetdistill_lab.experiments.results import open_results
 from fleetdistill_lab.experiments.runner import Progress, run_experiment
+from fleetdistill_lab.experiments.summary import holm, paired_p
 from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.options import merge_settings, read_settings
 from fleetdistill_lab.simulation.spec.settings import Simulation
@@ -235,6 +236,34 @@ def test_page_says_settings_by_point_and_kinds_in_words(done, tmp_path: Path) ->
     is_checkout = (Path(__file__).parents[2] / ".git").exists()
     for name in ("python", "numpy", "torch", "processor", *["commit"] * is_checkout):
         assert re.search(f"<td>{name}</td><td>[^<]+</td>", text), name
+
+
+@pytest.mark.pictures
+def test_report_counts_shared_runs_of_a_grid_once(done, tmp_path: Path) -> None:
+    """No method has the grid's setting: two grid points, two seeds, and two pairs of runs."""
+    folder, _ = done
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    with sqlite3.connect(tmp_path / "results.sqlite") as database:
+        database.execute("INSERT INTO cells SELECT label, 'T 4', seed, run FROM cells")
+        database.execute("UPDATE cells SET point = 'T 1' WHERE point = ''")
+        database.commit()
+        (tmp_path / "before").mkdir()
+        shutil.copy(tmp_path / "results.sqlite", tmp_path / "before")
+        database.execute("UPDATE metrics SET value = value + 0.1 * rowid * rowid WHERE metric = 'accuracy'")
+    gridded = experiment(grid={"T": {"T 1": {}, "T 4": {}}}, claims=[Claim(order=["FedAvg", "FedProx"])])
+    with open_results(tmp_path) as results:
+        written = write_report(gridded, results, tmp_path / "report")
+        with open_results(tmp_path / "before") as before:
+            found = {change.label: change.p for change in changed_results(before, results, ["accuracy"])}
+            old, new = before.values("accuracy")["T 1"], results.values("accuracy")["T 1"]
+    p_values = [paired_p([new[one][seed] - old[one][seed] for seed in (0, 1)]) for one in ("FedAvg", "FedProx")]
+    assert [found["FedAvg"], found["FedProx"]] == pytest.approx(holm(p_values)), "two changes of runs, not six"
+    claim = pandas.read_csv(tmp_path / "report/tables/claim-1.csv").iloc[0]
+    assert claim["pairs"] == 2
+    table = pandas.read_csv(tmp_path / "report/tables/metric-accuracy.csv").set_index(["label", "point"])
+    assert table.loc["FedProx", "T 1"]["p"] == pytest.approx(claim["p"]), "one comparison: Holm changes nothing"
+    assert table.loc["FedProx", "T 4"]["p"] == pytest.approx(claim["p"])
+    assert "2 seeds and 1 comparison a table" in " ".join(written.warnings)
 
 
 def test_parquet_files_equal_the_database(done) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 from pathlib import Path
 
@@ -14,7 +15,15 @@ from rich.console import Console
 from fleetdistill_lab.experiments.definition import Claim
 from fleetdistill_lab.experiments.figures import draw_lines, save_figure
 from fleetdistill_lab.experiments.results import ModelRow
-from fleetdistill_lab.experiments.summary import check_claim, holm, lines_of, paired_p, significant_ratio, summarize
+from fleetdistill_lab.experiments.summary import (
+    check_claim,
+    comparisons,
+    holm,
+    lines_of,
+    paired_p,
+    significant_ratio,
+    summarize,
+)
 from fleetdistill_lab.experiments.tables import (
     Table,
     claim_table,
@@ -148,6 +157,45 @@ def test_claims_are_checked_pair_by_pair() -> None:
     assert (everywhere.pairs, everywhere.wins) == (6, 3)
     assert everywhere.difference == pytest.approx(0.1)
     assert "b > a" in text_of(claim_table("text", "accuracy", [first]))
+
+
+SHARED = {
+    point: {"a": {0: 0.8, 1: 0.6}, "b": {0: 0.5, 1: 0.5}, "c": {0: at, 1: at + 0.1}}
+    for point, at in (("T 1", 0.1), ("T 4", 0.2))
+}
+RUNS = {
+    (point, label, seed): f"{label}-{seed}" + (f"-{point}" if label == "c" else "")
+    for point, of in SHARED.items()
+    for label, by_seed in of.items()
+    for seed in by_seed
+}
+"""Only c has the grid's setting, so that the grid points share the runs of a and b."""
+ALL = {(point, label): 2 for point in SHARED for label in "abc"}
+
+
+def test_pair_of_runs_of_several_grid_points_counts_once() -> None:
+    """Leads of 0.3 and 0.1 have t = 0.2 / 0.1 = 2; with one degree of freedom p = 1 - 2 arctan(2) / pi = 0.295.
+
+    Each lead twice would have t = 0.2 / (0.1155 / 2) = 3.46 and p = 0.041.
+    """
+    (pair,) = check_claim(Claim(order=["a", "b"]), "accuracy", SHARED, ALL, 2, RUNS)
+    assert (pair.pairs, pair.wins, pair.verdict) == (2, 2, "not decided")
+    assert pair.difference == pytest.approx(0.2)
+    assert pair.p == pytest.approx(1 - 2 * math.atan(2) / math.pi)
+    (other,) = check_claim(Claim(order=["b", "c"]), "accuracy", SHARED, ALL, 2, RUNS)
+    assert other.pairs == 4, "c has runs of its own at each grid point"
+    (partial,) = check_claim(Claim(order=["a", "b"]), "accuracy", SHARED, ALL, 3, RUNS)
+    assert partial.left == 2, "one run of each, not one at each grid point"
+
+
+def test_holm_counts_comparisons_of_the_same_runs_once() -> None:
+    """a has p = 0.295 at both grid points, c has 0.0903 at T 1 (leads 0.4, 0.3) and 0.1257 at T 4 (0.3, 0.2)."""
+    found = {(one.point, one.label): one.p for one in summarize(SHARED, "b", ALL, 2, {}, RUNS)}
+    assert found["T 1", "c"] == pytest.approx(3 * (1 - 2 * math.atan(7) / math.pi)), "three comparisons, not four"
+    assert found["T 4", "c"] == found["T 1", "c"], "no smaller; 2 x 0.1257 is"
+    assert found["T 1", "a"] == found["T 4", "a"] == pytest.approx(1 - 2 * math.atan(2) / math.pi)
+    assert holm([0.01, 0.01, 0.03], ["x", "x", "y"]) == pytest.approx([0.02, 0.02, 0.03])
+    assert comparisons(RUNS, "b") == 3
 
 
 @pytest.mark.parametrize(("metric", "verdict"), [("accuracy", "holds"), ("rounds_to_target", "does not hold")])

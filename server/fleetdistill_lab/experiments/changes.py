@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class Change:
         before, after: Means.
         seeds: Number of seeds.
         p: Two-sided p value of a paired t test, by Holm's method for all changes; None if it cannot be computed.
+            Grid points that share their runs count once.
         same_settings: Whether the runs have the same settings, so that only the software can have made the difference.
     """
 
@@ -45,8 +46,8 @@ class Change:
 def changed_results(first: Results, second: Results, metrics: list[str]) -> list[Change]:
     """Returns the metrics that differ, in the order of the first experiment's cells."""
     found = list(_differences(first, second, metrics))
-    p_values = holm([paired_p(differences) for _, differences in found])
-    return [Change(**known, p=p) for (known, _), p in zip(found, p_values, strict=True)]
+    p_values = holm([paired_p(differences) for *_, differences in found], [test for _, test, _ in found])
+    return [Change(**known, p=p) for (known, *_), p in zip(found, p_values, strict=True)]
 
 
 def shared_cells(first: Results, second: Results) -> int:
@@ -58,8 +59,11 @@ def shared_cells(first: Results, second: Results) -> int:
     return len(cells[0] & cells[1])
 
 
-def _differences(first: Results, second: Results, metrics: list[str]) -> Iterator[tuple[dict[str, Any], list[float]]]:
-    runs = [{(cell.point, cell.label, cell.seed): cell.run for cell in one.cells()} for one in (first, second)]
+def _differences(
+    first: Results, second: Results, metrics: list[str]
+) -> Iterator[tuple[dict[str, Any], Hashable, list[float]]]:
+    """Yields each change without its p value, the metric with the pairs of runs it is of, and the differences."""
+    runs = [first.run_names(), second.run_names()]
     for metric in metrics or [name for name in METRICS if name not in _VARIES]:
         others = second.values(metric)
         for point, labels in first.values(metric).items():
@@ -67,6 +71,7 @@ def _differences(first: Results, second: Results, metrics: list[str]) -> Iterato
                 other = others.get(point, {}).get(label, {})
                 seeds = [seed for seed in values if seed in other]
                 differences = [other[seed] - values[seed] for seed in seeds]
+                pairs = [(runs[0][point, label, seed], runs[1][point, label, seed]) for seed in seeds]
                 if any(differences):
                     yield (
                         {
@@ -76,10 +81,9 @@ def _differences(first: Results, second: Results, metrics: list[str]) -> Iterato
                             "before": statistics.mean(values[seed] for seed in seeds),
                             "after": statistics.mean(other[seed] for seed in seeds),
                             "seeds": len(seeds),
-                            "same_settings": all(
-                                runs[0].get((point, label, seed)) == runs[1].get((point, label, seed)) for seed in seeds
-                            ),
+                            "same_settings": all(one == other for one, other in pairs),
                         },
+                        (metric, *pairs),
                         differences,
                     )
 

@@ -26,7 +26,7 @@ from fleetdistill_lab.experiments.figures import (
 )
 from fleetdistill_lab.experiments.metrics import METRICS
 from fleetdistill_lab.experiments.results import FAILED, FINISHED, Results, Run, StoredCell
-from fleetdistill_lab.experiments.summary import check_claim, lines_of, significant_ratio, summarize
+from fleetdistill_lab.experiments.summary import check_claim, comparisons, lines_of, significant_ratio, summarize
 from fleetdistill_lab.experiments.tables import (
     Table,
     claim_table,
@@ -160,7 +160,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
 def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, int]) -> list[str]:
     methods = [entry.method or label for label, entry in experiment.methods.items()]
     result = [f"A control is missing: {CONTROLS[name]}." for name in missing_controls(methods)]
-    result += _power_lines(experiment)
+    result += _power_lines(experiment, results)
     if by_status.get("not run"):
         result.append(
             f"{counted(by_status['not run'], 'cell')} not run yet: a mean says over how many seeds it is, and what "
@@ -178,15 +178,16 @@ def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, 
     return result
 
 
-def _power_lines(experiment: Experiment) -> list[str]:
+def _power_lines(experiment: Experiment, results: Results) -> list[str]:
     """Returns a sentence about what few seeds cannot show."""
-    seeds, comparisons = len(experiment.seeds), len(experiment.points) * max(1, len(experiment.methods) - 1)
-    ratio = significant_ratio(seeds, comparisons)
+    reference = experiment.reference or next(iter(experiment.methods))
+    seeds, number = len(experiment.seeds), max(1, comparisons(results.run_names(), reference))
+    ratio = significant_ratio(seeds, number)
     if ratio is None:
         return [f"Only {counted(seeds, 'seed')}: no difference can be told from chance."]
     if seeds >= _MANY_SEEDS:
         return []
-    how = f"{seeds} seeds and {counted(comparisons, 'comparison')} a table"
+    how = f"{seeds} seeds and {counted(number, 'comparison')} a table"
     return [f"{how}: a difference is significant only if its mean is {ratio:.1f} times its standard deviation."]
 
 
@@ -227,19 +228,19 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
     reference = experiment.reference or next(iter(experiment.methods))
     lines = [
         f"Mean ± standard deviation over seeds; differences from {reference} are paired by seed, with the p value of "
-        "a two-sided paired t test, adjusted by Holm's method for all methods and grid points of the table. The best "
-        "mean of a column whose runs have all finished is bold."
+        "a two-sided paired t test, adjusted by Holm's method for all methods and grid points of the table; those "
+        "that share their runs count once. The best mean of a column whose runs have all finished is bold."
     ]
     lines += [*model_lines(experiment), *source_lines(experiment)]
     note = " ".join(["In percent where a figure is a rate.", *lines])
-    runs = results.runs()
+    runs, names = results.runs(), results.run_names()
     ks = {runs[cell.run].settings["simulation"].get("top_k") for cell in results.cells() if cell.run in runs}
     with_k = functools.partial(_with_k, ks)
     source = "in the source" if experiment.scale == SCALE else "in the source, at its scale"
     tables, short = _Section("Results", lines), list[Table]()
     for metric in experiment.metrics:
         summaries = summarize(
-            results.values(metric), reference, counts[FINISHED], len(experiment.seeds), counts[FAILED]
+            results.values(metric), reference, counts[FINISHED], len(experiment.seeds), counts[FAILED], names
         )
         printed = experiment.printed.get(metric, {})
         table = with_k(summary_table(metric, summaries, reference, printed, note, source))
@@ -249,12 +250,13 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         "The order in the source",
         [
             "Each method beside the next one of the order that the source prints, over all grid points and seeds, with "
-            "the p value of a two-sided t test of the leads, adjusted by Holm's method for the pairs of the claim."
+            "the p value of a two-sided t test of the leads, adjusted by Holm's method for the pairs of the claim. A "
+            "pair of runs that several grid points share counts once."
         ],
     )
     for number, claim in enumerate(experiment.claims, 1):
         metric = claim.metric or experiment.metrics[0]
-        pairs = check_claim(claim, metric, results.values(metric), counts[FINISHED], len(experiment.seeds))
+        pairs = check_claim(claim, metric, results.values(metric), counts[FINISHED], len(experiment.seeds), names)
         table = with_k(claim_table(claim.text, metric, pairs))
         claims.tables.append(writer.table(table, f"claim-{number}", pairs))
         short.append(claims.tables[-1])

@@ -334,6 +334,10 @@ class Results:
         """Returns the experiment's cells, in their order."""
         return [StoredCell(**row) for row in self.database["cells"].rows_where(order_by="rowid")]
 
+    def run_names(self) -> dict[tuple[str, str, int], str]:
+        """Returns the names of the cells' runs by grid point, label and seed."""
+        return {(cell.point, cell.label, cell.seed): cell.run for cell in self.cells()}
+
     def counts(self, status: str) -> Counter[tuple[str, str]]:
         """Returns the number of cells whose runs have a status, by grid point and label."""
         text = "SELECT point, label FROM cells JOIN runs USING (run) WHERE status = ?"

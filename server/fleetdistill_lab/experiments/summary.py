@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,9 +15,11 @@ from fleetdistill_server.texts import counted
 __all__ = [
     "Line",
     "Pair",
+    "Runs",
     "Summary",
     "Values",
     "check_claim",
+    "comparisons",
     "holm",
     "lines_of",
     "paired_p",
@@ -27,6 +29,9 @@ __all__ = [
 
 Values = Mapping[str, Mapping[str, Mapping[int, float]]]
 """A metric by grid point, label and seed."""
+Runs = Mapping[tuple[str, str, int], str]
+"""Names of runs by grid point, label and seed; a control without a grid's setting has one run at several points."""
+_NO_RUNS: Runs = MappingProxyType({})
 LEVEL = 0.05
 """Largest p value of a difference that counts as one."""
 
@@ -50,18 +55,38 @@ def paired_p(differences: Sequence[float]) -> float | None:
     return float(2 * stats.t.sf(abs(t), len(differences) - 1))
 
 
-def holm(p_values: Sequence[float | None]) -> list[float | None]:
+def holm(p_values: Sequence[float | None], tests: Sequence[Hashable] | None = None) -> list[float | None]:
     """Adjusts p values for their number by Holm's method; None stays None and does not count.
 
     Holm, A Simple Sequentially Rejective Multiple Test Procedure, Scandinavian Journal of Statistics 1979.
+
+    Args:
+        p_values: The p values.
+        tests: What each one compares; those that compare the same count once. By default all differ.
     """
-    known = sorted((p, at) for at, p in enumerate(p_values) if p is not None)
-    adjusted: list[float | None] = [None] * len(p_values)
+    tests = range(len(p_values)) if tests is None else tests
+    p_of = {test: p for test, p in zip(tests, p_values, strict=True) if p is not None}
+    adjusted: dict[Hashable, float] = {}
     largest = 0.0
-    for rank, (p, at) in enumerate(known):
-        largest = max(largest, min(1.0, (len(known) - rank) * p))
-        adjusted[at] = largest
-    return adjusted
+    for rank, test in enumerate(sorted(p_of, key=p_of.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_of) - rank) * p_of[test]))
+        adjusted[test] = largest
+    return [adjusted.get(test) for test in tests]
+
+
+def _runs_by_key(runs: Runs) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Returns the runs of all seeds by grid point and label."""
+    result: dict[tuple[str, str], tuple[str, ...]] = {}
+    for (point, label, _), run in runs.items():
+        result[point, label] = (*result.get((point, label), ()), run)
+    return result
+
+
+def comparisons(runs: Runs, reference: str) -> int:
+    """Returns how many comparisons with the reference have different runs; a pair of the same runs counts once."""
+    of = _runs_by_key(runs)
+    pairs = {(found, of.get((point, reference))) for (point, _), found in of.items()}
+    return sum(found != other for found, other in pairs)
 
 
 @dataclass(frozen=True)
@@ -167,7 +192,7 @@ class Summary:
         mean, spread: Mean and standard deviation; None without a seed, or with one.
         difference, difference_spread: The same of the paired difference from the reference; None for the reference.
         p: Two-sided p value of a paired t test of the difference, by Holm's method for all methods and grid points of
-            the table.
+            the table. Grid points that share the runs of both methods count once.
     """
 
     label: str
@@ -189,6 +214,7 @@ def summarize(
     finished: Mapping[tuple[str, str], int],
     wanted: int,
     failed: Mapping[tuple[str, str], int] = MappingProxyType({}),
+    runs: Runs = _NO_RUNS,
 ) -> list[Summary]:
     """Returns the summaries of one metric, points outermost.
 
@@ -201,6 +227,7 @@ def summarize(
         finished: Number of finished runs by point and label.
         wanted: Number of seeds of the experiment.
         failed: Number of failed runs by point and label.
+        runs: Names of the runs; by default every cell has a run of its own.
     """
     keys = [(point, label) for point, of in values.items() for label in of]
     lacks = {key: finished.get(key, 0) - len(values[key[0]][key[1]]) for key in keys}
@@ -211,7 +238,9 @@ def summarize(
         else []
         for point, label in keys
     }
-    p_values = holm([paired_p(differences[key]) for key in keys])
+    names = _runs_by_key(runs)
+    tests = [(names.get(key, key), names.get((key[0], reference), (key[0], reference))) for key in keys]
+    p_values = holm([paired_p(differences[key]) for key in keys], tests)
     result = []
     for (point, label), p in zip(keys, p_values, strict=True):
         known = list(values[point][label].values())
@@ -246,11 +275,12 @@ class Pair:
 
     Attributes:
         better, worse: Labels in the order that is claimed.
-        pairs: Number of runs that both have.
+        pairs: Number of pairs of runs, one of each. A pair that several grid points share, since neither method has
+            the grid's setting, counts once.
         wins: Number of these in which `better` is ahead.
         difference: Mean of its lead, above 0 if it is ahead; None without pairs.
-        p: Two-sided p value of a t test of the leads, by Holm's method for the pairs of the claim. Leads at several
-            grid points are treated as independent.
+        p: Two-sided p value of a t test of the leads, by Holm's method for the pairs of the claim. Leads of different
+            pairs of runs are treated as independent.
         left: Number of runs of both that have not finished; there is no p value then.
         verdict: `holds`, `does not hold` (the order is the opposite one), or `not decided` at the level of 5 %. With
             unfinished runs there is none, and it says how many they are.
@@ -274,7 +304,12 @@ class Pair:
 
 
 def check_claim(
-    claim: Claim, metric: str, values: Values, finished: Mapping[tuple[str, str], int], wanted: int
+    claim: Claim,
+    metric: str,
+    values: Values,
+    finished: Mapping[tuple[str, str], int],
+    wanted: int,
+    runs: Runs = _NO_RUNS,
 ) -> list[Pair]:
     """Compares each method of a claim with the next one of its order.
 
@@ -284,18 +319,36 @@ def check_claim(
         values: The metric's values.
         finished: Number of finished runs by point and label.
         wanted: Number of seeds of the experiment.
+        runs: Names of the runs; by default every cell has a run of its own.
     """
     sign = 1 if METRICS[metric].higher_is_better else -1
     points = [point for point in values if not claim.at or point in claim.at]
-    found = [
-        [sign * lead for point in points for lead in paired(values[point].get(one, {}), values[point].get(other, {}))]
-        for one, other in zip(claim.order, claim.order[1:], strict=False)
+    names, neighbours = _runs_by_key(runs), list(zip(claim.order, claim.order[1:], strict=False))
+    leads_of = [
+        {
+            frozenset(runs.get((point, label, seed), (point, label, seed)) for label in (one, other)): sign
+            * (value - values[point][other][seed])
+            for point in points
+            for seed, value in values[point].get(one, {}).items()
+            if seed in values[point].get(other, {})
+        }
+        for one, other in neighbours
     ]
+    found = [list(leads.values()) for leads in leads_of]
     left = [
-        sum(max(0, wanted - finished.get((point, label), 0)) for point in points for label in pair)
-        for pair in zip(claim.order, claim.order[1:], strict=False)
+        sum(
+            {
+                names.get((point, label), (point, label)): max(0, wanted - finished.get((point, label), 0))
+                for point in points
+                for label in pair
+            }.values()
+        )
+        for pair in neighbours
     ]
-    p_values = holm([None if missing else paired_p(leads) for leads, missing in zip(found, left, strict=True)])
+    p_values = holm(
+        [None if missing else paired_p(leads) for leads, missing in zip(found, left, strict=True)],
+        [frozenset(leads) or pair for leads, pair in zip(leads_of, neighbours, strict=True)],
+    )
     return [
         Pair(
             better=one,
@@ -306,5 +359,5 @@ def check_claim(
             p=p,
             left=missing,
         )
-        for one, other, leads, p, missing in zip(claim.order, claim.order[1:], found, p_values, left, strict=False)
+        for (one, other), leads, p, missing in zip(neighbours, found, p_values, left, strict=True)
     ]
