@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 from audit.conftest import run_of
+from rich.table import Table
 from torch import nn
 from typer.testing import CliRunner
 
@@ -56,6 +57,19 @@ def test_predictions_cannot_be_asked_about_a_row() -> None:
     shown = view(result)
     assert shown.facts["linked"] is None
     assert [row["attack"] for row in shown.lists["parts"]] == [None, None]
+
+
+def test_tensors_of_a_method_are_said_to_be_not_attacked() -> None:
+    shown = view(audit(small("fedproto", "cdkt_digits_small")))
+    assert shown.facts["unattacked"] == {"prototypes": ["features", "counts"]}
+    table, *lines = tables(shown)
+    assert isinstance(table, Table)
+    assert next(iter(table.columns[1].cells)) == "not attacked"
+    said = " ".join(map(str, lines))
+    assert "prototypes: not attacked, because" in said
+    assert "declared to contain features, counts of the device" in said
+    assert "share of" not in said.replace("class shares of", ""), "no row was attacked"
+    assert "rows that stand out among" in " ".join(map(str, tables(view(audit(small("fedavg", "digits_linear"))))[1:]))
 
 
 @pytest.mark.long

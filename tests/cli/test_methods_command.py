@@ -294,6 +294,11 @@ def test_the_columns_follow_the_settings(method: str, config: Any, says: list[st
     assert list(server_class(method).columns(config.for_classes(10))) == says
 
 
+def test_tensors_of_a_method_are_shown_with_their_columns() -> None:
+    row = method_row("fedproto", Sizes(), "float32")
+    assert "tensors of the method (counts, features)" in row["leaves_the_device"]
+
+
 # --- the command
 
 

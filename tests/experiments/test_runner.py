@@ -250,7 +250,12 @@ def test_report_counts_shared_runs_of_a_grid_once(done, tmp_path: Path) -> None:
         (tmp_path / "before").mkdir()
         shutil.copy(tmp_path / "results.sqlite", tmp_path / "before")
         database.execute("UPDATE metrics SET value = value + 0.1 * rowid * rowid WHERE metric = 'accuracy'")
-    gridded = experiment(grid={"T": {"T 1": {}, "T 4": {}}}, claims=[Claim(order=["FedAvg", "FedProx"])])
+    proto = MethodEntry(method="fedproto", simulation={"models": ["cdkt_digits_small"]})
+    gridded = experiment(
+        methods={**experiment().methods, "the same": proto},
+        grid={"T": {"T 1": {}, "T 4": {}}},
+        claims=[Claim(order=["FedAvg", "FedProx"])],
+    )
     with open_results(tmp_path) as results:
         written = write_report(gridded, results, tmp_path / "report")
         with open_results(tmp_path / "before") as before:
@@ -264,6 +269,7 @@ def test_report_counts_shared_runs_of_a_grid_once(done, tmp_path: Path) -> None:
     assert table.loc["FedProx", "T 1"]["p"] == pytest.approx(claim["p"]), "one comparison: Holm changes nothing"
     assert table.loc["FedProx", "T 4"]["p"] == pytest.approx(claim["p"])
     assert "2 seeds and 1 comparison a table" in " ".join(written.warnings)
+    assert "Tensors of the same are declared to contain counts, features of the device." in written.page.read_text()
 
 
 def test_parquet_files_equal_the_database(done) -> None:

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.knowledge import Weights
+from fleetdistill.knowledge import NamedTensors, Weights
 from fleetdistill.methods import example_config, known_methods
 from fleetdistill.methods.outside import import_modules
 from fleetdistill_console.tables import show
@@ -31,6 +31,7 @@ from fleetdistill_server.methods.traffic import (
     is_over_early,
     mean_round_bytes,
     round_bytes,
+    tensor_columns,
     usual_exchanges,
 )
 from fleetdistill_server.texts import readable_bytes
@@ -201,7 +202,9 @@ def method_row(
 def _leaves(exchanges: Sequence[Exchange]) -> str:
     about = ", ".join(column for column in columns_of(exchanges) if column in _ABOUT_SAMPLES)
     parts = [part for exchange in exchanges if exchange.times for part in exchange.up.values() if part.sent]
-    return ", ".join(dict.fromkeys(part.kind.description.format(columns=about) for part in parts))
+    tensors = f" ({', '.join(tensor_columns(exchanges))})"  # only their schema says what they contain
+    words = {part.kind: part.kind.description.format(columns=about) for part in parts}
+    return ", ".join(dict.fromkeys(text + tensors * (kind is NamedTensors) for kind, text in words.items()))
 
 
 def _check(knowledge_type: str) -> KnowledgeType:

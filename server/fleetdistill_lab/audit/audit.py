@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -25,6 +25,7 @@ from fleetdistill.knowledge import (
     HeadGradient,
     Kind,
     ModelParameters,
+    NamedTensors,
     SampleKnowledge,
     SharedStatistics,
 )
@@ -109,7 +110,9 @@ class AuditReport:
         attacked_rows: Rows that were attacked, of all devices.
         decoys: Fewest decoys of an attacked row.
         parts: Results by part and attack; empty for a part that cannot be tested for single rows.
-        classes: How well class shares are known, at most 1; None if nothing in the messages depends on them.
+        unattacked: Columns that a part of tensors of the method is declared to contain, by the part's name; no attack
+            reads this kind of part.
+        classes: How well class shares are known, at most 1; None if no part that the audit reads depends on them.
         mu: Gaussian-DP parameter of the devices' answers, or of their secure sums; None if they are not private.
         smallest_batch: Fewest rows of a gradient that a device sent; None if no device sent one.
         sums: Number of devices in each secure sum; empty if the method sums nothing securely.
@@ -127,6 +130,7 @@ class AuditReport:
     smallest_batch: int | None
     mu: float | None
     sums: tuple[int, ...] = ()
+    unattacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def worst(self) -> Linkage | None:
@@ -290,7 +294,14 @@ def report(wanted: Audit, public: PublicSet, recorded: Recorded) -> AuditReport:
         smallest_batch=smallest_batch(recorded.record.messages),
         mu=max_mu([messages[0] for messages in summed] or recorded.record.messages),
         sums=tuple(len(one.devices) for one in recorded.sums),
+        unattacked=_unattacked(recorded.record.messages),
     )
+
+
+def _unattacked(messages: Sequence[Message]) -> dict[str, tuple[str, ...]]:
+    """Returns the declared columns of all parts of tensors of the method, by the part's name."""
+    found = ((name, part) for message in messages for name, part in message.sent.items())
+    return {name: part.columns() for name, part in found if isinstance(part, NamedTensors)}
 
 
 def _some(rows: Rows, seed: int) -> Rows:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 NOTHING = "–"
 """Shown where a part cannot be tested for single rows; not 0, because nothing was measured."""
+_NOT_ATTACKED = "not attacked"
+"""Shown for a part of tensors of the method, which no attack reads."""
+_BLANK = [""] * 4
 _SHOWN = 14
 _INCHES = 0.62
 
@@ -34,10 +37,11 @@ def tables(shown: View) -> list[Table | str]:
     for name in ("part", "attack", f"linked (of {facts['decoys'] + 1:,})", "95 %", "auc", "tpr1"):
         table.add_column(name, justify="left" if name in ("part", "attack") else "right")
     for row in rows:
-        table.add_row(row["part"], *_cells(row))
+        table.add_row(row["part"], *([_NOT_ATTACKED, *_BLANK] if row["part"] in facts["unattacked"] else _cells(row)))
     classes = NOTHING if facts["classes"] is None else f"{facts['classes']:.2f}"
     pictures = [_pictures(shown.lists["pictures"])] if "pictures" in shown.lists else []
-    return [table, *pictures, f"classes: {classes}", *_sums(facts), *_bound(facts), *_warnings(facts), _meaning(facts)]
+    further = [*_unattacked(facts), *_sums(facts), *_bound(facts), *_warnings(facts), _meaning(facts, rows)]
+    return [table, *pictures, f"classes: {classes}", *further]
 
 
 def view(report: AuditReport, pictures: Sequence[Pictures] | None = None) -> View:
@@ -51,6 +55,7 @@ def view(report: AuditReport, pictures: Sequence[Pictures] | None = None) -> Vie
         for name in ("method", "public_set", "devices", "rounds", "trained_rows", "attacked_rows", "decoys", "classes")
     }
     facts |= {"smallest_batch": report.smallest_batch, "sums": list(report.sums)}
+    facts |= {"unattacked": {name: list(columns) for name, columns in report.unattacked.items()}}
     worst = report.worst
     facts |= {"linked": None if worst is None else worst.linked, "bound": report.bound, "chance": report.chance}
     lists = {"parts": parts}
@@ -74,6 +79,15 @@ def write_json(shown: View, out: Path) -> Path:
     except OSError as error:
         raise StateError(f"cannot write {file}: {error}; choose another --out directory") from error
     return file
+
+
+def _unattacked(facts: dict[str, Any]) -> list[str]:
+    """Returns a line for each part of tensors of the method: what it is declared to contain."""
+    return [
+        f"{name}: {_NOT_ATTACKED}, because the audit has no attack on tensors of a method. They are declared to "
+        f"contain {', '.join(columns) or 'no columns'} of the device, and may show its rows and class shares."
+        for name, columns in facts["unattacked"].items()
+    ]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -133,14 +147,21 @@ def _title(facts: dict[str, Any]) -> str:
     )
 
 
-def _meaning(facts: dict[str, Any]) -> str:
-    chance = facts["chance"]
-    return (
-        f"linked: share of {facts['attacked_rows']} rows that stand out among {facts['decoys']} other rows of their "
-        f"class (chance {chance['linked']:.3f}); auc: share of those below (chance 0.5); tpr1: above 99 % of them "
-        f"(chance 0.01). {NOTHING}: the part cannot be tested for single rows. classes: how well the class shares of a "
-        "device are known, 1 exactly, 0 as by a uniform guess. See docs/explanation/privacy.md."
-    )
+def _meaning(facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    chance, said = facts["chance"], list[str]()
+    if facts["linked"] is not None:
+        said.append(
+            f"linked: share of {facts['attacked_rows']} rows that stand out among {facts['decoys']} other rows of "
+            f"their class (chance {chance['linked']:.3f}); auc: share of those below (chance 0.5); tpr1: above 99 % of "
+            "them (chance 0.01)."
+        )
+    if any(row["attack"] is None and row["part"] not in facts["unattacked"] for row in rows):
+        said.append(f"{NOTHING}: the part cannot be tested for single rows.")
+    if facts["classes"] is None:
+        said.append(f"classes {NOTHING}: no part that the audit reads depends on the class shares of a device.")
+    else:
+        said.append("classes: how well the class shares of a device are known, 1 exactly, 0 as by a uniform guess.")
+    return " ".join([*said, "See docs/explanation/privacy.md."])
 
 
 def draw(found: Sequence[Pictures], file: Path) -> Path:

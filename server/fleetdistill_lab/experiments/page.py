@@ -38,6 +38,8 @@ from fleetdistill_lab.experiments.tables import (
     summary_table,
 )
 from fleetdistill_lab.simulation.report.comparison import devices_lines
+from fleetdistill_server.methods import server_class
+from fleetdistill_server.methods.traffic import Sizes, tensor_columns
 from fleetdistill_server.texts import counted, readable_bytes
 
 if TYPE_CHECKING:
@@ -127,7 +129,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
         *metrics,
         _tuning_section(experiment, results),
         _curve_section(results, writer),
-        *_fleet_sections(results, writer),
+        *_fleet_sections(experiment, results, writer),
         _methods_section(results),
         _versions_section(runs, finished),
         _runs_section(results, finished),
@@ -312,7 +314,7 @@ def _curve_section(results: Results, writer: _Writer) -> _Section:
     return section
 
 
-def _fleet_sections(results: Results, writer: _Writer) -> list[_Section]:
+def _fleet_sections(experiment: Experiment, results: Results, writer: _Writer) -> list[_Section]:
     devices, partitions = results.table("devices"), results.table("partitions")
     boxes = _Section("Devices", ["Every device of every seed: median, quartiles, and 1.5 times their distance."])
     for value, caption in (("own_accuracy", "on its own classes"), ("accuracy", "on all classes")):
@@ -321,11 +323,24 @@ def _fleet_sections(results: Results, writer: _Writer) -> list[_Section]:
     data = _Section("Partitions")
     if not partitions.empty:
         data.figures.append(writer.figure(draw_partitions(partitions), "partitions", "Training rows of each class"))
-    leaves = _Section("What leaves the device", ["Bytes of a device in the whole run by kind of part, mean over runs."])
+    lines = ["Bytes of a device in the whole run by kind of part, mean over runs."]
+    leaves = _Section("What leaves the device", lines)
     traffic = results.table("traffic")
     if not traffic.empty:
         leaves.tables.append(_traffic_table(results, traffic))
+        lines += _tensor_lines(experiment, set(traffic["label"]))
     return [boxes, data, leaves]
+
+
+def _tensor_lines(experiment: Experiment, labels: Collection[str]) -> list[str]:
+    """Returns what tensors of a method are declared to contain, a sentence for each label that sends some."""
+    result = dict[str, None]()
+    for cell in replace(experiment, seeds=experiment.seeds[:1]).cells():
+        config = cell.simulation.configuration()
+        columns = tensor_columns(server_class(cell.simulation.method).exchanges(config, Sizes()))
+        if columns and cell.label in labels:
+            result[f"Tensors of {cell.label} are declared to contain {', '.join(columns)} of the device."] = None
+    return list(result)
 
 
 def _traffic_table(results: Results, traffic: Any) -> Table:

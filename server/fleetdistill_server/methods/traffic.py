@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill.knowledge import CUT, Weights
+from fleetdistill.knowledge import CUT, NamedTensors, Weights
 from fleetdistill.wire.kind import COLUMNS, PartSchema
 from fleetdistill.wire.schema import Shapes
 
@@ -33,6 +33,7 @@ __all__ = [
     "is_over_early",
     "mean_round_bytes",
     "round_bytes",
+    "tensor_columns",
     "usual_exchanges",
 ]
 
@@ -165,6 +166,12 @@ def answer_kinds(exchanges: Sequence[Exchange]) -> dict[str, dict[str, str]]:
 def columns_of(exchanges: Sequence[Exchange]) -> list[str]:
     """Returns the kinds of data that leave a device, as names in `fleetdistill.COLUMNS`."""
     result = {column for _, part in _answered(exchanges) for column in part.columns}
+    return [column for column in COLUMNS if column in result]
+
+
+def tensor_columns(exchanges: Sequence[Exchange]) -> list[str]:
+    """Returns the columns that tensors of the method are declared to contain, as names in `fleetdistill.COLUMNS`."""
+    result = {column for _, part in _answered(exchanges) if part.kind is NamedTensors for column in part.columns}
     return [column for column in COLUMNS if column in result]
 
 
