@@ -114,4 +114,5 @@ def test_failed_run_is_an_error(tmp_path: Path) -> None:
         *("--data-dir", str(tmp_path / "data")),
     )
     assert said.exit_code == 1
+    assert said.stderr.startswith("1 run; a line follows when one ends\n")
     assert "error: 1 run failed; the same command tries again. First: fedavg, seed 0: femnist-digits" in said.stderr

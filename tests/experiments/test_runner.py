@@ -25,7 +25,7 @@ from fleetdistill_lab.experiments.definition import Claim, Experiment, MethodEnt
 from fleetdistill_lab.experiments.metrics import Target
 from fleetdistill_lab.experiments.page import write_report
 from fleetdistill_lab.experiments.results import open_results
-from fleetdistill_lab.experiments.runner import Progress, run_experiment
+from fleetdistill_lab.experiments.runner import Progress, Times, run_experiment
 from fleetdistill_lab.experiments.summary import holm, paired_p
 from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.options import merge_settings, read_settings
@@ -113,6 +113,25 @@ def test_progress_counts_runs_and_estimates_the_time_left(done) -> None:
     assert [(one.finished, one.total, one.failed) for one in ended] == [(1, 4, 0), (2, 4, 0), (3, 4, 0), (4, 4, 0)]
     assert ended[-1].seconds_left == 0.0
     assert all(one.seconds_left is not None and one.seconds_left >= 0 for one in ended[:-1])
+
+
+def test_time_left_contains_the_starts_of_processes() -> None:
+    """Runs of 10 and 20 s whose processes took 4 and 6 s more, 2.5 runs left and two workers."""
+    left, labels = {"x": 1.0, "y": 1.0, "z": 0.5}, {"x": "a", "y": "b", "z": "b"}
+    times = Times(left, labels, {"a": [10.0], "b": [20.0]}, [4.0, 6.0])
+    assert times.estimate(2) == (15 + 25 + 12.5) / 2
+    assert Times(left, labels, {"a": [10.0], "b": [20.0]}).estimate(2) == 20, "nothing ended in this call"
+    assert Times(left, labels, {}).estimate(2) is None
+
+
+@pytest.mark.long
+def test_processes_take_longer_than_their_runs(tmp_path: Path) -> None:
+    """The other run is estimated to take as long as the first, and its process has to start."""
+    seen = list[Progress]()
+    run_experiment(experiment(methods={"fedavg": MethodEntry()}), tmp_path, on_progress=seen.append)
+    first = next(one for one in seen if one.cell is not None)
+    assert first.seconds_left is not None
+    assert first.seconds_left > first.seconds
 
 
 def test_finished_runs_are_not_repeated(done) -> None:

@@ -136,6 +136,9 @@ def _run(
             if done.finished and not begun:
                 more = f"; {left}" if left and done.finished < done.total else ""
                 console.print(f"{done.finished} of {done.total} finished before{more}", highlight=False)
+            elif not begun:
+                what = f" that tune {experiment.tune.setting}" if experiment.tune else ""
+                console.print(f"{counted(done.total, 'run')}{what}; a line follows when one ends", highlight=False)
             begun.append(True)
             return
         where = join_names(done.cell.label, done.cell.point, f"seed {done.cell.simulation.seed}", done.cell.tried)

@@ -11,9 +11,10 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from fleetdistill_lab.experiments.definition import Cell, Experiment
 from fleetdistill_lab.experiments.process import SETTINGS, round_seconds
 from fleetdistill_lab.experiments.results import Results
 
-__all__ = ["Progress", "run_experiment"]
+__all__ = ["Progress", "Times", "run_experiment"]
 
 _LOG = "errors.log"
 
@@ -38,8 +39,8 @@ class Progress:
         total: Number of runs.
         finished: Number of finished runs, those of earlier calls included.
         failed: Number of failed runs.
-        seconds_left: Estimate of the remaining time in seconds, from the finished runs of all calls;
-            None before the first one.
+        seconds_left: Estimate of the remaining time in seconds, from the finished runs of all calls and the starts of
+            their processes in this one; None before the first one.
         cell: The run that ended last; None while one makes progress.
         error: Why it failed; empty otherwise.
         seconds: Its duration in seconds.
@@ -55,20 +56,24 @@ class Progress:
 
 
 @dataclass
-class _Times:
+class Times:
     """Estimates the remaining time from the durations of finished runs.
 
     Attributes:
-        seconds: Durations by label, those of earlier calls included.
+        seconds: Durations by label, those of earlier calls included, without the starts of the processes.
+        outside: Seconds of each process of this call that its run does not count, such as those of its imports.
         left: Part of each pending run that is left, in [0, 1], by its name; `labels` has their labels.
     """
 
     left: dict[str, float]
     labels: Mapping[str, str]
     seconds: dict[str, list[float]]
+    outside: list[float] = field(default_factory=list)
 
     def estimate(self, workers: int) -> float | None:
-        known = {label: statistics.mean(seconds) for label, seconds in self.seconds.items()}
+        """Returns the seconds that a number of workers needs for what is left; None before the first finished run."""
+        start = statistics.mean(self.outside) if self.outside else 0.0
+        known = {label: statistics.mean(seconds) + start for label, seconds in self.seconds.items()}
         if not known:
             return None
         usual = statistics.mean(known.values())
@@ -78,12 +83,13 @@ class _Times:
 
 @dataclass(frozen=True)
 class _Event:
-    """What a thread tells of a run: a part of it is left, or it has ended."""
+    """What a thread tells of a run: a part of it is left, or it has ended after `seconds` of its process."""
 
     cell: Cell
     left: float
     ended: bool = False
     error: str = ""
+    seconds: float = 0.0
 
 
 def run_experiment(
@@ -166,11 +172,11 @@ class _Run:
             self.results.measure(run, read, self.experiment.target)
             seconds.setdefault(unique[run].label, []).append(read["seconds"])
         pending = [cell for cell in cells if cell is unique[cell.run] and cell.run not in finished]
-        times = _Times({cell.run: 1.0 for cell in pending}, {cell.run: cell.label for cell in pending}, seconds)
+        times = Times({cell.run: 1.0 for cell in pending}, {cell.run: cell.label for cell in pending}, seconds)
         self.on_progress(Progress(len(unique), len(finished), 0, times.estimate(self.workers)))
         self._run_all(pending, len(finished), times)
 
-    def _run_all(self, pending: Sequence[Cell], finished: int, times: _Times) -> None:
+    def _run_all(self, pending: Sequence[Cell], finished: int, times: Times) -> None:
         total, failed = finished + len(pending), 0
         todo: queue.SimpleQueue[Cell] = queue.SimpleQueue()
         events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
@@ -193,21 +199,23 @@ class _Run:
                     self.results.fail(event.cell, event.error)
                 else:
                     finished += 1
-                    seconds = self._store(event.cell)
+                    seconds, of_call = self._store(event.cell)
                     times.seconds.setdefault(event.cell.label, []).append(seconds)
+                    times.outside.append(max(0.0, event.seconds - of_call))
                 left = times.estimate(self.workers)
                 self.on_progress(Progress(total, finished, failed, left, event.cell, event.error, seconds))
         finally:
             for worker in pool:
                 worker.stop()
 
-    def _store(self, cell: Cell) -> float:
-        """Stores a finished run and deletes its state, which nothing needs any more; returns its duration."""
+    def _store(self, cell: Cell) -> tuple[float, float]:
+        """Stores a finished run and deletes its state; returns its duration, and that in the last call only."""
         folder = self.results.folder / "runs" / cell.run
         report = _read_report(folder)
         self.results.add(cell, report, round_seconds(folder), self.experiment.target)
         shutil.rmtree(folder / "work", ignore_errors=True)
-        return float(report["seconds"])
+        of_call = json.loads((folder / "report.json").read_text())["seconds"]
+        return float(report["seconds"]), float(of_call)
 
 
 class _Worker:
@@ -252,6 +260,7 @@ class _Worker:
             except queue.Empty:
                 return
             folder = self._folder / cell.run
+            began = time.monotonic()
             try:
                 status = self._run(cell, folder)
             except OSError as error:
@@ -260,7 +269,7 @@ class _Worker:
             if self._stopping.is_set():
                 return
             reason = "" if status == 0 else _last_line(folder / _LOG, status)
-            self._events.put(_Event(cell, 0.0, ended=True, error=reason))
+            self._events.put(_Event(cell, 0.0, ended=True, error=reason, seconds=time.monotonic() - began))
 
     def _run(self, cell: Cell, folder: Path) -> int:
         """Runs the process of a cell to its end and returns its exit status."""
