@@ -85,7 +85,7 @@ def test_remote_changes_are_stored_with_who_what_where_result(place: Place) -> N
     assert json.loads(result[-1]["arguments"]) == {"device": "camera-7", "reason": "stolen"}
     assert not any(token in json.dumps(result) for token in tokens)
     assert json.loads(run("operators", "--json", *there)) == result
-    assert re.search(r"operator olga from 127\.0\.0\.1 +change a run +digits ", run("operators", *there))
+    assert re.search(r"operator olga from 127\.0\.0\.1 +cancel a run +digits ", run("operators", *there))
     assert [row["call"] for row in json.loads(run("operators", "--call", "ChangeRun", "--json", *there))] == [
         "ChangeRun"
     ]

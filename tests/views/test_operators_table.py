@@ -27,6 +27,9 @@ ROWS = [
     called("operator", "olga", "CreateTokens", "ipv4:10.1.2.3:4040", "done: 2 tokens", expires_seconds=86400.0),
     called("local", "ada", "ChangeRun", "local", "done: run 'digits' is paused", run="digits", status="paused"),
     called("local", "ada", "CreateRun", "local", "failed: there is no such file", run="x" * 64, start=True),
+    called("local", "ada", "RollBackRun", "local", "done: 2 rounds undone", run="a", to=0),
+    called("operator", "olga", "RollBackRun", "ipv4:10.1.2.3:4040", "done: 2 rounds undone", run="b"),
+    called("operator", "olga", "ChangeRun", "local", "failed: no run\n  such as this", run="c", status="cancelled"),
     called("local", "ada\x1b[2J", "CallOfALaterVersion", "local", "begun", devices=["d1", "d2"]),
 ]
 
@@ -54,7 +57,11 @@ def test_call_says_when_who_where_what_which_run_and_result() -> None:
     )
     assert "revoke a device device camera-7, reason stolen" in text
     assert "2 tokens (expires seconds 86400)" in text
-    assert "ada on the store's machine change a run digits run 'digits' is paused (status paused)" in text
+    assert "ada on the store's machine pause a run digits run 'digits' is paused" in text
+    assert "(status paused)" not in text
+    for run in ("a", "b"):
+        assert f"roll back a run {run} 2 rounds undone (to 0)" in text
+    assert "cancel a run c failed: no run; such as this" in text
     assert "failed: there is no such file (start)" in text
     assert "begun, or interrupted (devices d1, d2)" in text
     for host in ("10.1.2.3", "[::1]"):

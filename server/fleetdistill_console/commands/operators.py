@@ -25,12 +25,21 @@ from fleetdistill_server.cli.options import (
 from fleetdistill_server.operations.client import open_source
 from fleetdistill_server.security.roles import in_words
 from fleetdistill_server.store.operator_calls import BEGUN, LOCAL, caller_in_words
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.views.runs import TableRow, View
 
 _WIDE = 110
 """Columns of a terminal from which the time and the caller have one line each."""
 _WIDTHS = {"when (UTC)": (10, 19), "who": (15, 30), "operation": (12, 17), "run": (12, 16)}
 """Largest widths of the columns on a narrow and on a wide terminal; the result has the rest."""
+
+_CHANGES = {
+    RunStatus.RUNNING: "start a run",
+    RunStatus.PAUSED: "pause a run",
+    RunStatus.STOPPED: "stop a run",
+    RunStatus.CANCELLED: "cancel a run",
+}
+"""What ChangeRun does, by the status that it gives a run."""
 
 
 @report_errors
@@ -77,10 +86,14 @@ def table(calls: Sequence[TableRow], width: int) -> Table | Text:
 def cells(call: TableRow) -> dict[str, str]:
     """Returns a call in words: at, who, what, run and result; without control characters."""
     arguments = _parse(call["arguments"])
-    run = str(arguments.pop("run", ""))
+    run, what = str(arguments.pop("run", "")), in_words(call["call"])
+    if call["call"] == "ChangeRun" and arguments.get("status") in _CHANGES:
+        what = _CHANGES[arguments.pop("status")]
+    if call["call"] == "RollBackRun" and run:
+        arguments.setdefault("to", 0)  # a request's JSON has no zeros
     when = call["at"].replace("T", " ").removesuffix("Z")
-    texts = {"at": when, "who": _who(call), "what": in_words(call["call"]), "run": run}
-    texts["result"] = _result(call["result"], arguments)
+    texts = {"at": when, "who": _who(call), "what": what, "run": run}
+    texts["result"] = "; ".join(filter(None, map(str.strip, _result(call["result"], arguments).split("\n"))))
     return {name: printable(text) for name, text in texts.items()}
 
 
@@ -101,7 +114,7 @@ def _parse(text: str) -> dict[str, Any]:
 
 def _result(result: str, arguments: dict[str, Any]) -> str:
     """Returns the result in words, with what else was given: texts, numbers and lists that are not empty."""
-    listed = ", ".join(_phrase(name, value) for name, value in arguments.items() if value)
+    listed = ", ".join(_phrase(name, value) for name, value in arguments.items() if value or name == "to")
     kind, _, text = result.partition(": ")
     if kind == "refused":
         code, colon, why = text.partition(": ")
