@@ -183,6 +183,12 @@ def test_a_key_that_others_can_read_is_named(state: Path, authority: Authority) 
     assert "chmod 600" in error
 
 
+def test_a_directory_that_others_can_read_is_named(state: Path) -> None:
+    state.chmod(0o755)
+    warning = f"other users can read the directory {state}; run `chmod -R go= {state}`"
+    assert warning in [finding.text for finding in examine(state) if finding.check == "owner"]
+
+
 def test_a_full_disk_is_named(state: Path) -> None:
     (state / "downloads").mkdir()
     with (state / "downloads" / f"{'0' * 64}.payload").open("wb") as file:
