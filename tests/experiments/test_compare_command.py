@@ -106,6 +106,17 @@ def test_other_settings_are_other_runs(tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
+def test_differing_defaults_are_said_once(tmp_path: Path) -> None:
+    """Both runs fail at once, since the data set is missing."""
+    (tmp_path / "data").mkdir()
+    said = call(
+        tmp_path / "out",
+        *("--method", "feddkc", "--method", "no_transfer", "--seeds", "0", "--data-dir", str(tmp_path / "data")),
+        *("--set", "simulation.dataset=femnist-digits"),
+    )
+    assert said.stderr.count("Defaults differ between methods: learning_rate is 0.01 with feddkc, 0.02 with") == 1
+
+
 def test_failed_run_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     said = call(

@@ -278,3 +278,21 @@ def test_experiment_of_the_package_is_valid(name: str, scale: str) -> None:
     assert experiment.source
     assert len(experiment.seeds) >= 3, "fewer seeds decide nothing"
     assert experiment.cells()
+
+
+def of_methods(*names: str, **method: float) -> Experiment:
+    methods = {name: MethodEntry() for name in names}
+    return Experiment(name="x", title="x", seeds=[0, 1], methods=methods, sections={"method": method})
+
+
+def test_defaults_that_differ_are_named_with_a_remedy() -> None:
+    """feddkc has the defaults of LocalTraining, fedavg and no_transfer have others."""
+    (said,) = of_methods("no_transfer", "fedavg", "feddkc").differing_defaults()
+    assert "learning_rate is 0.02 with no_transfer and fedavg, 0.01 with feddkc; " in said
+    assert "weight_decay is 0 with no_transfer and fedavg, 0.0005 with feddkc. " in said
+    assert "--set method.learning_rate=VALUE --set method.weight_decay=VALUE" in said
+    (other,) = of_methods("fedavg", "feddkc", learning_rate=0.1).differing_defaults()
+    assert "learning_rate" not in other, "set alike"
+    assert of_methods("fedavg", "no_transfer").differing_defaults() == []
+    (many,) = of_methods("fedavg", "no_transfer", "fedprox", "feddkd", "feddkc").differing_defaults()
+    assert "0.02 with fedavg and no_transfer and 2 others, 0.01 with feddkc; " in many

@@ -271,7 +271,7 @@ def test_report_counts_shared_runs_of_a_grid_once(done, tmp_path: Path) -> None:
         database.execute("UPDATE metrics SET value = value + 0.1 * rowid * rowid WHERE metric = 'accuracy'")
     proto = MethodEntry(method="fedproto", simulation={"models": ["cdkt_digits_small"]})
     gridded = experiment(
-        methods={**experiment().methods, "the same": proto},
+        methods={**experiment().methods, "the same": proto, "not run": MethodEntry(method="feddkc")},
         grid={"T": {"T 1": {}, "T 4": {}}},
         claims=[Claim(order=["FedAvg", "FedProx"])],
     )
@@ -289,6 +289,7 @@ def test_report_counts_shared_runs_of_a_grid_once(done, tmp_path: Path) -> None:
     assert table.loc["FedProx", "T 4"]["p"] == pytest.approx(claim["p"])
     assert "2 seeds and 1 comparison a table" in " ".join(written.warnings)
     assert "Tensors of the same are declared to contain counts, features of the device." in written.page.read_text()
+    assert "learning_rate is 0.02 with FedAvg and FedProx and the same, 0.01 with not run" in written.page.read_text()
 
 
 def test_parquet_files_equal_the_database(done) -> None:

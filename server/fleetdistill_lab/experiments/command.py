@@ -136,7 +136,10 @@ def _run(
             if done.finished and not begun:
                 more = f"; {left}" if left and done.finished < done.total else ""
                 console.print(f"{done.finished} of {done.total} finished before{more}", highlight=False)
-            elif not begun:
+            if not begun:
+                for sentence in experiment.differing_defaults():
+                    console.print(sentence, soft_wrap=True, highlight=False, markup=False)
+            if not done.finished and not begun:
                 what = f" that tune {experiment.tune.setting}" if experiment.tune else ""
                 console.print(f"{counted(done.total, 'run')}{what}; a line follows when one ends", highlight=False)
             begun.append(True)

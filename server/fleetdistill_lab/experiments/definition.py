@@ -328,6 +328,26 @@ class Experiment:
             if point not in self.points:
                 raise ConfigurationError(unknown_name("grid point", point, self.points))
 
+    def differing_defaults(self) -> list[str]:
+        """Returns a sentence if the default learning rates or weight decays of methods differ and are not set."""
+        cells = [cell for cell in replace(self, seeds=self.seeds[:1]).cells() if cell.point == next(iter(self.points))]
+        tuned, found = "" if self.tune is None else _full(self.tune.setting), dict[str, str]()
+        for name in ("learning_rate", "weight_decay"):
+            labels: dict[float, list[str]] = {}
+            for cell in cells:
+                if name in self._settings_of(cell.label) and name not in cell.sections.get("method", {}):
+                    labels.setdefault(getattr(cell.simulation.configuration(), name), []).append(cell.label)
+            if len(labels) > 1 and tuned != f"method.{name}":
+                found[name] = ", ".join(f"{value:g} with {_some(of)}" for value, of in labels.items())
+        if not found:
+            return []
+        remedy = " ".join(f"--set method.{name}=VALUE" for name in found)
+        differing = "; ".join(f"{name} is {of}" for name, of in found.items())
+        return [
+            f"Defaults differ between methods: {differing}. To set them alike, give compare {remedy}, or "
+            "set them in [method] of an experiment's file."
+        ]
+
     def without_other_points(self, others: Iterable[str]) -> Experiment:
         """Returns a copy without printed values and claims about grid points that only another scale has."""
         gone = {point for point in others if point not in self.points}
@@ -346,6 +366,12 @@ class Experiment:
 def join_names(*names: str) -> str:
     """Returns the names of a cell, such as its label and grid point, without empty ones."""
     return ", ".join(name for name in names if name)
+
+
+def _some(labels: Sequence[str]) -> str:
+    """Returns the labels in words; the first two and a number if they are many."""
+    shown = labels if len(labels) <= 3 else [*labels[:2], f"{len(labels) - 2} others"]
+    return " and ".join(shown)
 
 
 def _of_section(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
