@@ -296,3 +296,9 @@ def test_defaults_that_differ_are_named_with_a_remedy() -> None:
     assert of_methods("fedavg", "no_transfer").differing_defaults() == []
     (many,) = of_methods("fedavg", "no_transfer", "fedprox", "feddkd", "feddkc").differing_defaults()
     assert "0.02 with fedavg and no_transfer and 2 others, 0.01 with feddkc; " in many
+
+
+def test_more_classes_than_the_data_set_has_are_refused() -> None:
+    sections = {"simulation": {"partition": "classes_random", "classes_per_device": 40}}
+    with pytest.raises(ConfigurationError, match="classes_per_device is 40, must be between 1 and 10"):
+        Experiment(name="x", title="x", seeds=[0], methods={"fedavg": MethodEntry()}, sections=sections).cells()

@@ -17,10 +17,10 @@ from fleetdistill.training.model import check_local_model
 from fleetdistill_lab.simulation.backends.choice import check_backend
 from fleetdistill_lab.simulation.controls.fedavg import check_fedavg
 from fleetdistill_lab.simulation.controls.local_only import start_model
-from fleetdistill_lab.simulation.data.datasets import Dataset
+from fleetdistill_lab.simulation.data.datasets import DATASETS, Dataset
 from fleetdistill_lab.simulation.data.hugging_face import is_hugging_face
 from fleetdistill_lab.simulation.data.partition import check_partition_settings, partition_parameters
-from fleetdistill_lab.simulation.data.split import Partition, check_alpha
+from fleetdistill_lab.simulation.data.split import Partition, check_alpha, check_classes_per_device
 from fleetdistill_lab.simulation.data.test_parts import GLOBAL, LOCAL_CLIENT, LOCAL_SPLIT, TEST_PARTS
 from fleetdistill_lab.simulation.report.metrics import check_top_k
 from fleetdistill_lab.simulation.report.plots import check_figure
@@ -91,6 +91,10 @@ def check_settings(wanted: Simulation) -> None:
         check_alpha(wanted.alpha)
     if "classes_per_device" in needed and wanted.classes_per_device < 1:
         raise ConfigurationError(f"classes_per_device is {wanted.classes_per_device}, must be at least 1")
+    if "classes_per_device" in needed and wanted.partition != "class_shards" and isinstance(wanted.dataset, str):
+        classes = DATASETS.get(wanted.dataset.lower().replace("_", "-"))  # of a built-in one, without reading it
+        if classes is not None:
+            check_classes_per_device(wanted.classes_per_device, len(classes))
     for name in wanted.predictors:
         if name not in PREDICTORS:
             raise ConfigurationError(unknown_name("predictor", name, PREDICTORS))
