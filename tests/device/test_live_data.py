@@ -396,7 +396,9 @@ def test_data_that_the_method_cannot_use_replace_nothing(tmp_path: Path) -> None
             device.step(0)
         device.replace_data((images * 255, all_classes))
         for _ in range(3):
-            with pytest.raises(DataError, match=r"^data: scattering needs images in \[0, 1\], got "):
+            with pytest.raises(
+                DataError, match=r"^data: scattering needs images in \[0, 1\], got .* in a simulation, add --set"
+            ):
                 device.step(0)
         answered = events.kinds().count("answered")
         device.replace_data((images, all_classes))

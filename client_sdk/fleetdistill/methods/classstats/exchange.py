@@ -152,7 +152,10 @@ def _faulty_space(what: str) -> WireError:
 def check_images(inputs: Array, input_shape: tuple[int, ...]) -> None:
     """Raises DataError for inputs that are not images for scattering: `[channels, height, width]` in [0, 1]."""
     extractor = "identity" if len(input_shape) == 1 else "package.module:factory"
-    remedy = f'in run.toml, set features = "model" in [method] and extractor = "{extractor}" in [model]'
+    remedy = (
+        f'in run.toml, set features = "model" in [method] and extractor = "{extractor}" in [model]; '
+        f"in a simulation, add --set method.features=model --extractor {extractor}"
+    )
     if len(input_shape) != 3 or min(input_shape[1:]) < SMALLEST_SIDE:
         text = f"scattering needs images of at least {SMALLEST_SIDE} pixels a side, got inputs {list(input_shape)}"
         raise DataError(f"{text}; {remedy}")
