@@ -332,17 +332,20 @@ class Loop:
         self._ctrl_c_reported = True
 
     def step(self, wait_seconds: float) -> Step:
-        """Runs one turn, and waits at most `wait_seconds`. Raises LinkError if the turn failed."""
+        """Runs turns until one has work, and waits at most `wait_seconds`. Raises LinkError if one failed."""
         with self.working("step"), replies_within(_REPLY_SECONDS):
             until = self._parts.clock.now() + wait_seconds
-            self._wait(min(self.pause_seconds, wait_seconds))
-            if self.pause_seconds:
-                return self._unless_stopped(Step.WAITED)
-            result, pause = self._turns.turn(self._seconds_to(until))
-            if result is not Step.WAITED:  # after which the next turn knows by itself that it may not call yet
-                self._resume_at = self._parts.clock.now() + pause
-            self._wait(min(pause, self._seconds_to(until)))
-            return self._unless_stopped(result)
+            while True:
+                self._wait(min(self.pause_seconds, self._seconds_to(until)))
+                if self.pause_seconds:
+                    return self._unless_stopped(Step.WAITED)
+                result, pause = self._turns.turn(self._seconds_to(until))
+                if result is not Step.WAITED:  # after which the next turn knows by itself that it may not call yet
+                    self._resume_at = self._parts.clock.now() + pause
+                left = self._seconds_to(until)
+                self._wait(min(pause, left))
+                if result is not Step.WAITED or not 0 < pause < left:  # else the pause is over before the wait
+                    return self._unless_stopped(result)
 
     def tick(self) -> Step:
         """Runs one turn without any wait; does nothing before the end of the last pause."""

@@ -140,7 +140,7 @@ class NamedTensors(Kind):
 
     wire_name = "named_tensors"
     possible_columns = COLUMNS
-    description = "tensors of the method"
+    description = "own tensors"
 
     tensors: Mapping[str, Array]
     reveals: list[str] = field(default_factory=list)
