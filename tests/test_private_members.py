@@ -84,6 +84,7 @@ def test_few_tests_reach_for_private_members() -> None:
     assert len(found()) <= MOST, "\n".join(map(str, found()))
 
 
+@pytest.mark.long
 def test_each_private_member_that_is_reached_for_has_a_reason() -> None:
     named = {name for names in REASONS.values() for name in names}
     assert {name for _, _, name in found()} == named

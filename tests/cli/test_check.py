@@ -341,6 +341,7 @@ def test_a_run_of_another_configuration_is_told_and_stays(tmp_path: Path) -> Non
     store.close()
 
 
+@pytest.mark.long
 def test_serve_stores_nothing_of_a_run_that_cannot_begin(tmp_path: Path) -> None:
     path = write(tmp_path, model_server="no_such_module:make")
     done = subprocess.run([*COMMAND, "serve", str(path)], capture_output=True, text=True)

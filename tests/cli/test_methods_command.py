@@ -296,7 +296,7 @@ def test_the_columns_follow_the_settings(method: str, config: Any, says: list[st
 
 def test_tensors_of_a_method_are_shown_with_their_columns() -> None:
     row = method_row("fedproto", Sizes(), "float32")
-    assert "tensors of the method (counts, features)" in row["leaves_the_device"]
+    assert "own tensors (counts, features)" in row["leaves_the_device"]
 
 
 # --- the command

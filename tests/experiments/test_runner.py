@@ -223,6 +223,7 @@ def test_compare_says_how_many_cells_are_shared(done, tmp_path: Path) -> None:
     assert "no metric differs" not in said
 
 
+@pytest.mark.long
 @pytest.mark.pictures
 def test_page_says_settings_by_point_and_kinds_in_words(done, tmp_path: Path) -> None:
     """Seed 1 of the results becomes a second grid point whose runs had another learning rate."""
@@ -257,6 +258,7 @@ def test_page_says_settings_by_point_and_kinds_in_words(done, tmp_path: Path) ->
         assert re.search(f"<td>{name}</td><td>[^<]+</td>", text), name
 
 
+@pytest.mark.long
 @pytest.mark.pictures
 def test_report_counts_shared_runs_of_a_grid_once(done, tmp_path: Path) -> None:
     """No method has the grid's setting: two grid points, two seeds, and two pairs of runs."""
@@ -292,6 +294,7 @@ def test_report_counts_shared_runs_of_a_grid_once(done, tmp_path: Path) -> None:
     assert "learning_rate is 0.02 with FedAvg and FedProx and the same, 0.01 with not run" in written.page.read_text()
 
 
+@pytest.mark.long
 def test_parquet_files_equal_the_database(done) -> None:
     folder, _ = done
     with sqlite3.connect(folder / "results.sqlite") as database:
@@ -302,6 +305,7 @@ def test_parquet_files_equal_the_database(done) -> None:
             pandas.testing.assert_frame_equal(pandas.read_parquet(folder / "parquet" / f"{name}.parquet"), stored)
 
 
+@pytest.mark.long
 def test_run_can_be_repeated_by_simulate(done, tmp_path: Path) -> None:
     folder, _ = done
     with open_results(folder) as results:

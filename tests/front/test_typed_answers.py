@@ -84,7 +84,7 @@ class Case:
         with self.device(moment, act) as device:
             assert device.step(0) is Step.WAITED
             self.open()
-            assert device.step(0) in (Step.ANSWERED, Step.DECLINED)
+            assert device.step(5.0) in (Step.ANSWERED, Step.DECLINED)
             assert not answer_waits(device)
             state = state_of(device)
             self.went_back = state == b"0"
@@ -161,7 +161,7 @@ def test_answer_breaking_contract_is_refused_with_its_code(case: Case) -> None:
     with case.device(worker=Labelling) as device:
         device.step(0)
         case.open()
-        device.step(0)
+        device.step(5.0)
     refused = case.events.of("refused")
     assert refused.values["code"] == "bad-value"
     assert refused.values["tensor"] == "knowledge/labels"
@@ -182,9 +182,9 @@ def test_answer_resumes_after_lost_connection_and_reports_tries(case: Case) -> N
         device.step(0)
         case.open()
         with pytest.raises(LinkError):
-            device.step(0)
+            device.step(5.0)
     with case.device(rows=80_000) as device:
-        assert device.step(0) is Step.ANSWERED
+        assert device.step(5.0) is Step.ANSWERED
     assert case.events.of("answered").values["tries"] == 2
     assert case.events.kinds().count("ask") == 1, "computed once"
     assert len(case.uploads) == 1
@@ -202,13 +202,13 @@ def test_answer_is_kept_when_server_no_longer_knows_device(case: Case) -> None:
         device.step(0)
         case.open()
         with pytest.raises(RefusedError) as error:
-            device.step(0)
+            device.step(5.0)
         assert error.value.code == "bad-identity"
         assert answer_waits(device)
     case.store.database.write("UPDATE devices SET secret_hash = ? WHERE device = ?", row["secret_hash"], case.name)
     write_asks(case.store, case.round, case.name)
     with case.device() as device:
-        assert device.step(0) is Step.ANSWERED
+        assert device.step(5.0) is Step.ANSWERED
     assert len(case.uploads) == 1
     assert case.events.of("answered").values["receipt"] == case.uploads[0].receipt
 
@@ -217,11 +217,11 @@ def test_device_answers_anew_after_server_loses_its_answer(case: Case) -> None:
     with case.device() as device:
         device.step(0)
         case.open()
-        device.step(0)
+        device.step(5.0)
         ask = case.store.asks.get(RUN, case.round, 1, case.name)
         assert ask is not None
         case.store.asks.withdraw_upload(ask.id, "its file has another SHA-256")
-        assert device.step(0) is Step.ANSWERED
+        assert device.step(5.0) is Step.ANSWERED
     first, second = case.uploads
     assert (first.attempt, first.status, second.attempt, second.status) == (
         1,
@@ -247,11 +247,11 @@ def test_device_that_vanishes_and_returns_in_round_answers_once(case: Case) -> N
     dying.step(0)
     case.open()
     with pytest.raises(Death):
-        dying.step(0)
+        dying.step(5.0)
     dying.close(leave=False)
     dying._parts.link.close()
     with case.device() as device:
-        assert device.step(0) is Step.ANSWERED
+        assert device.step(5.0) is Step.ANSWERED
         assert device.step(0) is Step.WAITED
     (row,) = case.uploads
     assert case.events.of("answered").values["receipt"] == row.receipt
@@ -270,7 +270,7 @@ def test_lease_ending_during_work_closes_ask_for_this_round_only(case: Case) -> 
     with case.device() as device:
         assert device.step(0) is Step.WAITED
         case.open()
-        assert device.step(0) is Step.ANSWERED
+        assert device.step(5.0) is Step.ANSWERED
     assert len(case.uploads) == 1
 
 
@@ -288,8 +288,8 @@ def test_upload_that_often_breaks_but_always_grows_is_continued(case: Case) -> N
         device.step(0)
         case.open()
         with pytest.raises(LinkError, match="the stream ended after"):
-            device.step(0)
-        assert device.step(0) is Step.ANSWERED
+            device.step(5.0)
+        assert device.step(5.0) is Step.ANSWERED
     assert case.events.of("answered").values["tries"] == Short.left + 1
     assert case.events.kinds().count("ask") == 1
     (row,) = case.uploads
@@ -319,13 +319,13 @@ def test_answer_to_question_from_before_restore_is_refused(case: Case, moment: s
         device.step(0)
         case.round = open_round(case.store, case.name)
         write_asks(case.store, case.round, case.name, payload=old)
-        assert device.step(0) is Step.DECLINED
+        assert device.step(5.0) is Step.DECLINED
         dropped = case.events.of("dropped")
         assert dropped.values["code"] == "closed"
         assert "the answer does not belong to the current ask, step 'train'" in dropped.text
         assert case.uploads == []
         assert state_of(device) == b"0"
-        assert device.step(0) is Step.ANSWERED, "the ask is still open, for an answer of its own"
+        assert device.step(5.0) is Step.ANSWERED, "the ask is still open, for an answer of its own"
     assert len(case.uploads) == 1
     assert case.events.of("answered").values["receipt"] == case.uploads[0].receipt
 
@@ -360,20 +360,20 @@ def test_full_disk_at_receipt_loses_neither_answer_nor_device(
         with monkeypatch.context() as patch:
             fill_disk(patch, full)
             if full == "tries.txt":
-                assert device.step(0) is Step.ANSWERED
+                assert device.step(5.0) is Step.ANSWERED
             else:
                 with pytest.raises(LinkError, match=r"the server's reply cannot be stored: .*No space left on device"):
-                    device.step(0)
+                    device.step(5.0)
                 assert answer_waits(device)
                 assert case.events.kinds() == ["checked-in", "ask"]
         if full != "tries.txt":
-            assert device.step(0) is Step.ANSWERED
+            assert device.step(5.0) is Step.ANSWERED
         assert state_of(device) == b"1"
         (row,) = case.uploads
         assert case.events.of("answered").values["receipt"] == row.receipt
         case.store.runs.close_short_round(RUN, case.round, "too few devices")
         case.open()
-        assert device.step(0) is Step.ANSWERED
+        assert device.step(5.0) is Step.ANSWERED
         assert state_of(device) == b"2", "it went on from the state of the first answer"
 
 

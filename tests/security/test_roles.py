@@ -206,14 +206,18 @@ REQUESTS: dict[str, Callable[[World, service_pb2.Identity], Any]] = {
     ),
     f"{_operations}/Read": lambda world, one: operations_pb2.ReadRequest(view="run", run=RUN, most=1),
     f"{_operations}/WatchRun": lambda world, one: operations_pb2.WatchRunRequest(run=RUN),
-    f"{_operations}/RevokeDevice": lambda world, one: operations_pb2.RevokeDeviceRequest(device="nobody-yet"),
+    f"{_operations}/RevokeDevice": lambda world, one: operations_pb2.RevokeDeviceRequest(
+        device="nobody-yet", confirmed=True
+    ),
     f"{_operations}/CreateRun": lambda world, one: operations_pb2.CreateRunRequest(run_toml=as_toml(TO_CREATE)),
     f"{_operations}/ChangeRun": lambda world, one: operations_pb2.ChangeRunRequest(run=TO_CANCEL, status="cancelled"),
     f"{_operations}/ForgetDevice": lambda world, one: operations_pb2.ForgetDeviceRequest(run="nobody-made-it"),
     f"{_operations}/RollBackRun": lambda world, one: operations_pb2.RollBackRunRequest(run="nobody-made-it"),
     f"{_operations}/DeleteRun": lambda world, one: operations_pb2.DeleteRunRequest(run="nobody-made-it"),
     f"{_operations}/CreateTokens": lambda world, one: operations_pb2.CreateTokensRequest(count=1, expires_seconds=60),
-    f"{_operations}/RevokePerson": lambda world, one: operations_pb2.RevokePersonRequest(role="viewer", name="nobody"),
+    f"{_operations}/RevokePerson": lambda world, one: operations_pb2.RevokePersonRequest(
+        role="viewer", name="nobody", confirmed=True
+    ),
     f"{_operations}/ReadForOperators": lambda world, one: operations_pb2.ReadRequest(view="operators", most=1),
     f"{_operations}/ExportModel": lambda world, one: operations_pb2.ExportModelRequest(run="no-such-run"),
     f"{_operations}/BackUp": lambda world, one: operations_pb2.BackUpRequest(),

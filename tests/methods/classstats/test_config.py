@@ -77,7 +77,8 @@ def test_a_setting_of_another_method_is_refused_with_its_method(given: dict[str,
 
 @pytest.mark.parametrize(("shape", "extractor"), [((1, 7, 8), "package.module:factory"), ((16,), "identity")])
 def test_inputs_unfit_for_scattering_are_refused_with_advice(shape: tuple[int, ...], extractor: str) -> None:
-    advice = rf'set features = "model" in \[method\] and extractor = "{extractor}" in \[model\]$'
+    advice = rf'set features = "model" in \[method\] and extractor = "{extractor}" in \[model\]; in a simulation, '
+    advice += rf"add --set method.features=model --extractor {extractor}$"
     with pytest.raises(ConfigurationError, match=rf"^\[contract\] input_shape: .*{advice}"):
         make_server(shape)
 
