@@ -36,7 +36,10 @@ def engines(directory: Path) -> list[psutil.Process]:
 
 def open_addresses(processes: list[psutil.Process]) -> set[str]:
     """The addresses on which processes listen."""
-    sockets = [connection for process in processes for connection in process.net_connections("inet")]
+    sockets = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since it was found
+            sockets += process.net_connections("inet")
     return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
 
 
