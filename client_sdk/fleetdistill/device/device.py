@@ -269,11 +269,11 @@ class Device:
         self._loop.run(handle_ctrl_c=handle_ctrl_c)
 
     def step(self, wait_seconds: float = POLL_SECONDS) -> Step:
-        """Runs one turn: settles an unfinished answer, or requests an ask from the server and answers it.
+        """Runs a turn: settles an unfinished answer, or requests an ask from the server and answers it.
 
         Waits at most `wait_seconds`: for work, or while the device must make no call, because the server or a lost
-        contact requires a pause or the device may not work. Work takes as long as it takes. For an app with its own
-        thread for the device; `tick` does not wait.
+        contact requires a pause or the device may not work; if that ends sooner, another turn follows. Work, and up to
+        5 seconds for a server that does not answer, come on top. For an app with its own thread for the device.
 
         Args:
             wait_seconds: How long to wait if there is nothing to do, 0 to 60 seconds.
