@@ -379,6 +379,20 @@ def test_asks_come_in_device_order_joined_with_their_answers(store: Store) -> No
     assert store.asks.get(RUN, 1, 2, "b") is None
 
 
+def test_asks_of_a_step_are_read_when_they_are_due(store: Store) -> None:
+    ids = ask_devices(store, "a", "B", "c", "d", "e")
+    ask_devices(store, "a", step_number=2)
+    assert store.asks.devices_of_step(RUN, 1, 1) == {"a", "B", "c", "d", "e"}
+    read = store.asks.each_of_step(RUN, 1, 1, most=2)
+    first = next(read)
+    store.asks.close(ids[1], "gone")  # of the same page, which has been read
+    store.asks.close(ids[4], "gone")
+    rest = list(read)
+    assert [ask.device for ask in (first, *rest)] == ["B", "a", "c", "d", "e"]
+    assert [ask.status for ask in rest] == ["open", "open", "open", "out"]
+    assert list(store.asks.each_of_step(RUN, 2, 1, most=2)) == []
+
+
 def test_the_next_ask_is_the_oldest_open_one(store: Store) -> None:
     (first,) = ask_devices(store, "a")
     (second,) = ask_devices(store, "a", step_number=2)

@@ -137,15 +137,16 @@ class StoreCohort:
         enough = 0 if quorum == 0 else self._terms.devices_per_round
         answered = 0
         among = set(asked)
-        asks = self._store.asks.of_step(self._terms.run, self.round, self._steps)
-        answered_after = partial(self._store.asks.answered_after, self._terms.run, self.round, self._steps, MAX_ROWS)
+        of_step = self._terms.run, self.round, self._steps
+        answered_after = partial(self._store.asks.answered_after, *of_step, MAX_ROWS)
         arrivals = Arrivals(answered_after, self._accepted, prepare if self.group is None else None)
-        self._in_round -= among - {ask.device for ask in asks}
-        for ask in asks:
+        self._in_round -= among - self._store.asks.devices_of_step(*of_step)
+        for ask in self._store.asks.each_of_step(*of_step, MAX_ROWS):
             if ask.device not in among:  # asked before a crash, but its answer to an earlier step is lost now
                 self._store.asks.close(ask.id, "no longer part of this step after the round was replayed")
                 continue
-            answer = await self._answer_to(ask, enough, asked, arrivals)
+            is_out = ask.status is AskStatus.OUT  # for good
+            answer = None if is_out else await self._answer_to(ask, enough, asked, arrivals)
             if answer is None:
                 self._in_round.discard(ask.device)
                 continue

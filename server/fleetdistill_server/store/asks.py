@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from fleetdistill_server.store.clock import PROCESS
 from fleetdistill_server.store.credentials import REVOKED
@@ -48,6 +48,21 @@ class Asks:
             "SELECT * FROM asks WHERE run = ? AND round = ? AND step_number = ? ORDER BY device",
             *(run, number, step_number),
         )
+
+    def each_of_step(self, run: str, number: int, step_number: int, most: int) -> Iterator[Ask]:
+        """Yields the asks of one step, ordered by device; reads at most `most` at once, and only when they are due."""
+        device = ""
+        while asks := self._asks(
+            "SELECT * FROM asks WHERE run = ? AND round = ? AND step_number = ? AND device > ? ORDER BY device LIMIT ?",
+            *(run, number, step_number, device, most),
+        ):
+            yield from asks
+            device = asks[-1].device
+
+    def devices_of_step(self, run: str, number: int, step_number: int) -> set[str]:
+        """Returns the devices with an ask of one step."""
+        sql = "SELECT device FROM asks WHERE run = ? AND round = ? AND step_number = ?"
+        return set(self._db.column(sql, run, number, step_number))
 
     def of_run(self, run: str) -> list[Ask]:
         """Returns all asks of a run, oldest first."""
