@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from fleetdistill.training.figures import Counts
@@ -31,15 +31,17 @@ from fleetdistill_lab.simulation.links.links import run_over_memory
 from fleetdistill_lab.simulation.links.over_grpc import run_over_grpc
 from fleetdistill_lab.simulation.links.simulated_devices import Recipients
 from fleetdistill_lab.simulation.progress import OnProgress, Progress, watcher
+from fleetdistill_lab.simulation.report.comparison import cost_of
 from fleetdistill_lab.simulation.report.final_models import FinalModels, devices_to_export, log_top_k_of_global_model
 from fleetdistill_lab.simulation.report.history import (
+    FleetHistory,
     read_history,
     read_top_k,
     read_top_k_alone,
     rounds_with_receipts,
     shares_global_model,
 )
-from fleetdistill_lab.simulation.report.outcome import Controls, Outcome
+from fleetdistill_lab.simulation.report.outcome import Controls, ExportedModel, FedAvgControl, Outcome
 from fleetdistill_lab.simulation.report.plots import load_matplotlib
 from fleetdistill_lab.simulation.report.report import make_report
 from fleetdistill_lab.simulation.report.results import FleetReport
@@ -57,6 +59,7 @@ from fleetdistill_lab.simulation.spec.plan import (
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.store.states import RoundStatus
+from fleetdistill_server.store.store import Store
 
 
 class Interrupted(KeyboardInterrupt):
@@ -265,17 +268,11 @@ def _report(
     with open_store(fleet) as store:
         if not any(item.status is RoundStatus.CLOSED for item in store.runs.rounds(RUN)):
             return None
-        models = FinalModels(store, fleet.config)
-        if finished and wanted.scores_devices and not shares_global_model(wanted.method, fleet.specs):
-            models.score(fleet.specs, rounds_with_receipts(store, RUN))
-        if wanted.top_k is not None:
-            log_top_k_of_global_model(store, fleet.config, fleet.specs[0])
-        if finished and wanted.score != "none":
-            models.score_global(fleet.specs)
-        history = read_history(store, RUN, fleet.specs)
-        exporting = devices_to_export(wanted, fleet.specs, history) if finished else []
-        written = {spec.name: models.export(spec, wanted.out, history.further) for spec in exporting}
-        exports = {name: model for name, model in written.items() if model is not None}
+        history, exports = _score_and_export(wanted, fleet, store, finished=finished)
+        cost = cost_of(store, RUN, fleet.specs)
+        if finished and wanted.method == "fedavg":
+            settings = asdict(fleet.config.method_config())
+            controls = replace(controls, fedavg=FedAvgControl(fleet.specs[0].model, settings, history, cost))
         return make_report(
             Outcome(
                 wanted=wanted,
@@ -285,6 +282,7 @@ def _report(
                 split=fleet.split,
                 specs=fleet.specs,
                 history=history,
+                cost=cost,
                 controls=controls,
                 exports=exports,
                 top_k=read_top_k(store, RUN, fleet.specs),
@@ -293,6 +291,23 @@ def _report(
                 finished=finished,
             )
         )
+
+
+def _score_and_export(
+    wanted: Simulation, fleet: Fleet, store: Store, *, finished: bool
+) -> tuple[FleetHistory, dict[str, ExportedModel]]:
+    """Scores and exports the devices' models at the end; returns the run's history and the exported models."""
+    models = FinalModels(store, fleet.config)
+    if finished and wanted.scores_devices and not shares_global_model(wanted.method, fleet.specs):
+        models.score(fleet.specs, rounds_with_receipts(store, RUN))
+    if wanted.top_k is not None:
+        log_top_k_of_global_model(store, fleet.config, fleet.specs[0])
+    if finished and wanted.score != "none":
+        models.score_global(fleet.specs)
+    history = read_history(store, RUN, fleet.specs)
+    exporting = devices_to_export(wanted, fleet.specs, history) if finished else []
+    written = {spec.name: models.export(spec, wanted.out, history.further) for spec in exporting}
+    return history, {name: model for name, model in written.items() if model is not None}
 
 
 def _train_local_only(wanted: Simulation, fleet: Fleet, on_progress: OnProgress) -> dict[str, list[Counts | None]]:

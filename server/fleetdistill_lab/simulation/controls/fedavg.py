@@ -17,7 +17,7 @@ from fleetdistill_lab.simulation.report.final_models import FinalModels, log_top
 from fleetdistill_lab.simulation.report.history import read_history, read_top_k
 from fleetdistill_lab.simulation.report.outcome import FedAvgControl
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
-from fleetdistill_lab.simulation.spec.plan import RUN, Fleet, largest_model, make_run_config, open_store
+from fleetdistill_lab.simulation.spec.plan import Fleet, largest_model, make_run_config
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
 from fleetdistill_server.config.run_config import RunConfig
@@ -77,24 +77,21 @@ def run_fedavg_control(wanted: Simulation, fleet: Fleet, on_progress: OnProgress
     """Runs the FedAvg control of a simulation.
 
     Returns:
-        The control's results, or the fleet's own if its method is FedAvg; None if the simulation has no FedAvg control.
+        The control's results; None without this control, and if the fleet's own method is FedAvg.
     """
-    config, specs = fleet.config, fleet.specs
-    plan = config.method_config()
-    if wanted.method == "fedavg":
-        with open_store(fleet) as store:
-            history = read_history(store, RUN, specs)
-            cost = cost_of(store, RUN, specs)
-        return FedAvgControl(specs[0].model, asdict(plan), history, cost)
-    if not wanted.with_fedavg:
+    if wanted.method == "fedavg" or not wanted.with_fedavg:
         return None
+    config = fleet.config
     model = largest_model(wanted, fleet.data)
-    settings = {"local_epochs": _passes(config), "participation_ratio": plan.participation_ratio}
+    settings = {
+        "local_epochs": _passes(config),
+        "participation_ratio": config.method_config().participation_ratio,
+    }
     rounds = wanted.rounds_of_controls
     control = replace(wanted, method="fedavg", models=(model,), settings=settings, rounds=rounds)
     work = fleet.work / "fedavg"
     control_config = make_run_config(control, fleet.data, fleet.work, store=work / "store")
-    specs = fedavg_specs(specs, model, work)
+    specs = fedavg_specs(fleet.specs, model, work)
     if wanted.score == "devices":
         score_initial_models(build_method(control_config).initial(), specs)
     watch = watcher("fedavg", control_config, on_progress)

@@ -27,13 +27,19 @@ class DeviceBytes(NamedTuple):
 
 
 def device_report(
-    done: Outcome, spec: DeviceSpec, samples_1c: Ints, traffic: DeviceBytes, estimates: Mapping[str, Expected]
+    done: Outcome,
+    spec: DeviceSpec,
+    parameters: int,
+    samples_1c: Ints,
+    traffic: DeviceBytes,
+    estimates: Mapping[str, Expected],
 ) -> DeviceReport:
     """Builds the report of one device.
 
     Args:
         done: The simulation's data.
         spec: The device.
+        parameters: Number of its model's parameters.
         samples_1c: `[1, C]`, the device's number of training samples of each class.
         traffic: Bytes of the device.
         estimates: Leave-one-out estimates of the devices that have them, by id.
@@ -48,7 +54,7 @@ def device_report(
     return DeviceReport(
         name=spec.name,
         model=spec.model,
-        parameters=_parameters(done, spec),
+        parameters=parameters,
         samples=spec.rows,
         own_test_rows=None if history.own is None else _rows_of(spec.own_test_file),
         accuracy_alone=accuracy_or_none(alone_cc),
@@ -85,8 +91,13 @@ def _rows_of(file: str) -> int:
     return rows.stop - rows.start if file else 0
 
 
+def parameters_of(done: Outcome) -> dict[str, int]:
+    """Returns the number of each model's parameters, from the check-in of its first device if that has joined."""
+    first = {spec.model: spec for spec in reversed(done.specs)}
+    return {model: _parameters(done, spec) for model, spec in first.items()}
+
+
 def _parameters(done: Outcome, spec: DeviceSpec) -> int:
-    """Returns the number of the model's parameters, from the device's check-in if it has joined."""
     known = done.store.devices.get(done.run, spec.name)
     if known is None:
         return parameter_count(build_device_model(spec, tuple(done.data.train_images.shape[1:])))

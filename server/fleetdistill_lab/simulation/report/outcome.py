@@ -78,6 +78,7 @@ class Outcome:
         split: Partition of the training data over the devices.
         specs: The devices.
         history: History of the run.
+        cost: Cost of the run.
         controls: Results of the finished controls.
         top_k: History of the run's top-k scores; None without them.
         top_k_alone: Confusion matrices of the top-k scores of local-only training, by device.
@@ -93,6 +94,7 @@ class Outcome:
     split: Partition
     specs: Sequence[DeviceSpec]
     history: FleetHistory
+    cost: Cost
     controls: Controls
     seconds: float
     top_k: FleetHistory | None = None

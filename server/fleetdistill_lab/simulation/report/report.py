@@ -20,13 +20,11 @@ from fleetdistill_lab.simulation.report.comparison import (
     NAMES,
     Candidate,
     ComparisonRow,
-    Cost,
     candidates,
-    cost_of,
     local_only,
 )
 from fleetdistill_lab.simulation.report.device_plots import DeviceCurves
-from fleetdistill_lab.simulation.report.device_report import DeviceBytes, device_report
+from fleetdistill_lab.simulation.report.device_report import DeviceBytes, device_report, parameters_of
 from fleetdistill_lab.simulation.report.history import FleetHistory, OwnHistory
 from fleetdistill_lab.simulation.report.metrics import Ints, accuracy_or_none
 from fleetdistill_lab.simulation.report.outcome import Controls, FedAvgControl, Outcome
@@ -54,14 +52,15 @@ def make_report(done: Outcome) -> FleetReport:
     """Builds the report of the completed rounds and writes it to the simulation's `out`."""
     shares = done.split.class_counts(done.data.train_labels.numpy(), len(done.data.classes))
     estimates = expected(done.store, done.run)
-    traffic = _bytes_by_device(done.store, done.run)
+    traffic, parameters = _bytes_by_device(done.store, done.run), parameters_of(done)
     devices = [
-        device_report(done, spec, shares[[row]], traffic.get(spec.name, DeviceBytes()), estimates)
+        device_report(
+            done, spec, parameters[spec.model], shares[[row]], traffic.get(spec.name, DeviceBytes()), estimates
+        )
         for row, spec in enumerate(done.specs)
     ]
     left_out = _without_score(devices)
     scores = _scores(done.history, shares, done.controls, left_out)
-    cost = cost_of(done.store, done.run, done.specs)
     by_round = done.history.figures(shares)
     figures = round_figures(done.store.database, done.run)
     report = FleetReport(
@@ -76,7 +75,7 @@ def make_report(done: Outcome) -> FleetReport:
         late=late_figures(by_round),
         summaries=summaries(by_round),
         further=_mean_further(devices),
-        bytes_by_round=cost.bytes_by_round,
+        bytes_by_round=done.cost.bytes_by_round,
         traffic=_total_traffic(done.store, done.run),
         **_upload_counts(done.store, done.run),
         **_protection(done.store, done.run, figures),
@@ -87,7 +86,7 @@ def make_report(done: Outcome) -> FleetReport:
             figure.global_accuracy for figure in figures if figure.round.status is RoundStatus.CLOSED
         ],
         leave_one_out=of_the_fleet(estimates.values()),
-        **_comparison(done, shares, cost, left_out),
+        **_comparison(done, shares, left_out),
         simulated_time=simulated_times(done),
     )
     write_report(report, done.wanted.out, done.wanted.figure, done.wanted.panels)
@@ -229,8 +228,8 @@ def _protection(store: Store, run: str, figures: Sequence[RoundFigures]) -> dict
     }
 
 
-def _comparison(done: Outcome, shares: Ints, cost: Cost, left_out: AbstractSet[str]) -> dict[str, Any]:
-    compared = _compare(done, shares, cost)
+def _comparison(done: Outcome, shares: Ints, left_out: AbstractSet[str]) -> dict[str, Any]:
+    compared = _compare(done, shares)
     return {
         "comparison": [*_alone_row(done, shares, left_out), *(item.row() for item in compared)],
         "curves": [item.curve() for item in compared],
@@ -347,9 +346,9 @@ def describe_partition(report: FleetReport) -> str:
     return ", ".join([report.partition, *(f"{name} {given[name]}" for name in ("alpha", "seed") if name in given)])
 
 
-def _compare(done: Outcome, samples_jc: Ints, cost: Cost) -> list[Candidate]:
+def _compare(done: Outcome, samples_jc: Ints) -> list[Candidate]:
     """Returns the models of the method and, unless the method is FedAvg, of the FedAvg control."""
-    own = candidates(done.wanted.method, done.history, samples_jc, cost, done.top_k)
+    own = candidates(done.wanted.method, done.history, samples_jc, done.cost, done.top_k)
     fedavg = done.controls.fedavg
     if fedavg is None or done.wanted.method == "fedavg":
         return own
@@ -425,7 +424,8 @@ def _scores(
         own_kcc = None if own is None else _alone_on_own(own, controls.alone, left_out)
         result["alone"] = fleet_figures(alone_kcc, samples_jc, None, own_kcc)
     if controls.fedavg is not None:
-        result["fedavg"] = last(controls.fedavg.history)
+        of = controls.fedavg.history
+        result["fedavg"] = result["fleet"] if of is history else last(of)
     return result
 
 
