@@ -38,8 +38,7 @@ from fleetdistill.link.grpc_link import Connection
 from fleetdistill.wire.codec import encode
 from fleetdistill.wire.payload import chunks
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill_lab.simulation.links.multiplexer import DEVICES_PER_CONNECTION
-from fleetdistill_lab.simulation.links.parking_link import ParkingLink
+from fleetdistill_lab.simulation.links.multiplexer import DEVICES_PER_CONNECTION, ParkingLink
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection

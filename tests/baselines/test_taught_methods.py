@@ -14,7 +14,7 @@ from fleetdistill.errors import ConfigurationError, WireError
 from fleetdistill.knowledge import ModelParameters, Plan
 from fleetdistill.methods.base import Ask
 from fleetdistill_lab.baselines.fedgkd import mean_state
-from fleetdistill_lab.baselines.taught import TaughtDevice
+from fleetdistill_lab.baselines.shared import TaughtDevice
 from fleetdistill_server.testing import play
 
 TAUGHT = ("pfedsd", "fedgkd", "fedlsd", "fedntd")

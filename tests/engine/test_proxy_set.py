@@ -22,7 +22,7 @@ from fleetdistill.training.proxy_set import PART, proxy_data, proxy_of
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
-from fleetdistill_lab.simulation.data.hold_out import proxy_rows
+from fleetdistill_lab.simulation.data.test_parts import proxy_rows
 from fleetdistill_lab.simulation.spec.arrays import load_arrays
 from fleetdistill_lab.simulation.spec.device import make_device
 from fleetdistill_lab.simulation.spec.plan import RUN

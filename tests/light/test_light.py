@@ -59,7 +59,7 @@ from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.model import check_local_model, split_sequential
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
-from fleetdistill_lab.simulation.links.over_grpc import device_host
+from fleetdistill_lab.simulation.links.links import device_host
 from fleetdistill_lab.simulation.report.final_models import FinalModels
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_server.config.run_config import RunConfig, run_config

@@ -206,7 +206,7 @@ def test_ctrl_c_while_supervisor_starts_leaves_no_server_behind(
             if self.name == "supervisor":
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr("fleetdistill_lab.simulation.links.over_grpc.threading.Thread", InterruptedStart)
+    monkeypatch.setattr("fleetdistill_lab.simulation.links.links.threading.Thread", InterruptedStart)
     with pytest.raises(Interrupted):
         simulate(replace(FLEET, link="grpc", out=tmp_path / "out"))
     assert not any(thread.name == "supervisor" for thread in threading.enumerate())

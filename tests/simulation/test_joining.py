@@ -17,7 +17,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill.methods.feddkd.device import FedDKDDevice
 from fleetdistill.replacement import REPLACEMENT_METRICS, SPLIT
-from fleetdistill_lab.simulation.data.hold_out import hold_out_validation
+from fleetdistill_lab.simulation.data.test_parts import hold_out_validation
 from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.spec.arrays import load_arrays
 from fleetdistill_lab.simulation.spec.plan import RUN

@@ -12,7 +12,7 @@ import pytest
 from support.fleets import Prepared, assert_no_upload_lost, outcome, prepare, run_in_memory
 from support.processes import PATIENCE_SECONDS, children, kill_in, wait_until
 
-from fleetdistill_lab.simulation.links.over_grpc import device_host
+from fleetdistill_lab.simulation.links.links import device_host
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.service.supervisor import Supervisor

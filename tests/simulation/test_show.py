@@ -13,8 +13,7 @@ import pytest
 from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.report.report import write_report
 from fleetdistill_lab.simulation.report.results import FleetReport
-from fleetdistill_lab.simulation.report.table import report_table
-from fleetdistill_lab.simulation.show import scored_line, show_comparison, show_run, summary_line
+from fleetdistill_lab.simulation.show import report_table, scored_line, show_comparison, show_run, summary_line
 from fleetdistill_lab.simulation.spec.settings import Simulation
 
 FLEET = Simulation(

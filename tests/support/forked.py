@@ -26,7 +26,7 @@ from support.stores import object_store_environment
 
 from fleetdistill import Step
 from fleetdistill.state import failpoints
-from fleetdistill_lab.simulation.links.over_grpc import save_specs
+from fleetdistill_lab.simulation.links.links import save_specs
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_compute, make_device
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.intake.device_api import DeviceApi

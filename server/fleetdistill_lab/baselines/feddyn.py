@@ -16,9 +16,8 @@ from fleetdistill.knowledge import Parts
 from fleetdistill.methods.base import Ask, Local, check_range
 from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.fedavg.device import FedAvgDevice
-from fleetdistill_lab.baselines.correction import CorrectedServer
 from fleetdistill_lab.baselines.fedprox import squared_distance
-from fleetdistill_lab.baselines.shared import inner_product, named_copies, register
+from fleetdistill_lab.baselines.shared import CorrectedServer, inner_product, named_copies, register
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer
 
 __all__ = ["FedDynConfig", "FedDynDevice", "FedDynServer"]

@@ -15,8 +15,7 @@ from torch import Tensor
 from fleetdistill.knowledge import Kind, ModelParameters, Parts, Plan
 from fleetdistill.methods.base import Ask, check_range
 from fleetdistill.training.parameters import model_parameters, take_weights
-from fleetdistill_lab.baselines.shared import frozen_copy, register
-from fleetdistill_lab.baselines.taught import TaughtConfig, TaughtDevice
+from fleetdistill_lab.baselines.shared import TaughtConfig, TaughtDevice, frozen_copy, register
 from fleetdistill_server.methods.base import MethodContext
 from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer
 from fleetdistill_server.methods.fedavg import FedAvgServer

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from fleetdistill.errors import ConfigurationError
-from fleetdistill_lab.baselines.shared import register
-from fleetdistill_lab.baselines.taught import TaughtConfig, TaughtDevice
+from fleetdistill_lab.baselines.shared import TaughtConfig, TaughtDevice, register
 from fleetdistill_server.methods.fedavg import FedAvgServer
 
 __all__ = ["FedLSDConfig", "FedLSDDevice", "FedLSDServer", "FedNTDConfig", "FedNTDDevice", "FedNTDServer"]

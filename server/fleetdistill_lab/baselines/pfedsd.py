@@ -11,8 +11,7 @@ from typing import Any
 
 from fleetdistill.knowledge import Parts
 from fleetdistill.methods.base import Answer, Ask, answers
-from fleetdistill_lab.baselines.shared import frozen_copy, register
-from fleetdistill_lab.baselines.taught import TaughtConfig, TaughtDevice
+from fleetdistill_lab.baselines.shared import TaughtConfig, TaughtDevice, frozen_copy, register
 from fleetdistill_server.methods.cohort import Cohort
 from fleetdistill_server.methods.fedavg import FedAvgServer
 

@@ -17,8 +17,8 @@ from fleetdistill.knowledge import ModelParameters, Parts
 from fleetdistill.methods.base import Ask, Local, check_range
 from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.fedavg.device import FedAvgDevice
-from fleetdistill_lab.baselines.correction import CorrectedServer
 from fleetdistill_lab.baselines.shared import (
+    CorrectedServer,
     inner_product,
     named_copies,
     of_parameters,

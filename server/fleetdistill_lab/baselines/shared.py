@@ -1,29 +1,37 @@
-"""What several baselines use: registration, frozen copies of a model, and tensors by a model's names."""
+"""What several baselines use: registration, frozen models and their distillation, and tensors added to FedAvg's."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fleetdistill.errors import WireError
 from fleetdistill.knowledge import ModelParameters, NamedTensors, Parts, Weights
 from fleetdistill.methods import register as register_device
-from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers
+from fleetdistill.methods.base import Answer, Ask, DeviceMethod, Local, answers, check_range
+from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.fedavg.device import FedAvgDevice
+from fleetdistill.training.losses import distillation_loss, soft_targets
 from fleetdistill.training.model import embedding_tap
 from fleetdistill.training.parameters import load_parameters, take_weights
 from fleetdistill_server.methods import register as register_server
-from fleetdistill_server.methods.base import ServerMethod
-from fleetdistill_server.methods.cohort import DeviceAnswer
+from fleetdistill_server.methods.base import MethodContext, ServerMethod
+from fleetdistill_server.methods.cohort import Cohort, DeviceAnswer, Notes
+from fleetdistill_server.methods.fedavg import FedAvgServer
 from fleetdistill_server.methods.traffic import Message, Sizes
 
 __all__ = [
+    "CorrectedServer",
     "OwnModelDevice",
+    "TaughtConfig",
+    "TaughtDevice",
     "class_sums",
     "counts_of",
     "counts_schema",
@@ -168,3 +176,82 @@ def embeddings_of(model: nn.Module, inputs_b: Tensor) -> Tensor:
 def inner_product(tensors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """Returns the sum over pairs of tensors of their inner products, a scalar."""
     return torch.stack([(one * other).sum() for one, other in tensors]).sum()
+
+
+class CorrectedServer(FedAvgServer):
+    """Stores the global model, an accumulated tensor for each of its parameters, and which devices there are.
+
+    Attributes:
+        accumulated: SCAFFOLD's c or FedDyn's h by parameter name, float64, at first 0.
+    """
+
+    def __init__(self, config: Any, context: MethodContext) -> None:
+        super().__init__(config, context)
+        self.accumulated = {name: torch.zeros_like(w, dtype=torch.float64) for name, w in self.model.named_parameters()}
+        self._devices: set[str] = set()
+
+    def share(self, cohort: Cohort, received: Sequence[DeviceAnswer]) -> float:
+        """Returns |S| / N: the devices that answered, of all that a round has had."""
+        self._devices |= set(cohort.devices)
+        return len(received) / len(self._devices)
+
+    def forget(self, device: str, notes: Notes) -> None:
+        self._devices.discard(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "accumulated": self.accumulated, "devices": sorted(self._devices)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.accumulated = {name: one.to(self.context.torch_device) for name, one in state["accumulated"].items()}
+        self._devices = set(state["devices"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaughtConfig(FedAvgConfig):
+    """Settings of distillation on the device in addition to those of FedAvg.
+
+    Attributes:
+        beta: Weight of the distillation loss, at least 0; with 0 it is FedAvg.
+        temperature: The paper's tau, above 0.
+    """
+
+    beta: float = 1.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("beta", self.beta, 0)
+        check_range("temperature", self.temperature, 0, open_low=True)
+
+
+class TaughtDevice(FedAvgDevice):
+    """Minimises cross-entropy + beta tau^2 KL(teacher || model), or cross-entropy alone without a teacher.
+
+    Attributes:
+        teacher: The round's teacher, in eval mode; None without one. `begin` sets it, by default to the received model.
+    """
+
+    config: TaughtConfig
+    teacher: nn.Module | None = None
+
+    def begin(self, ask: Ask) -> None:
+        self.teacher = frozen_copy(self.local.model)
+
+    def loss(self, inputs_b: Tensor, labels_b: Tensor) -> Tensor:
+        logits_bc = self.local.model(inputs_b)
+        own = functional.cross_entropy(logits_bc, labels_b)
+        if self.teacher is None:
+            return own
+        with torch.no_grad():
+            teacher_bc = self.teacher(inputs_b)
+        return self.total(own, self.distillation(logits_bc, teacher_bc, labels_b))
+
+    def total(self, own: Tensor, distillation: Tensor) -> Tensor:
+        """Returns the loss of a mini-batch from its cross-entropy and its distillation loss."""
+        return own + self.config.beta * distillation
+
+    def distillation(self, logits_bc: Tensor, teacher_bc: Tensor, labels_b: Tensor) -> Tensor:
+        """Returns tau^2 KL(teacher || model), the mean over rows, from both models' logits `[batch, classes]`."""
+        temperature = self.config.temperature
+        return distillation_loss(logits_bc, soft_targets(teacher_bc, temperature), temperature)

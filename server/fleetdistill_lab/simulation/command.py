@@ -10,8 +10,7 @@ import typer
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill_console.dashboard.command import check_installed, open_simulation
-from fleetdistill_lab.simulation.not_begun import not_begun
-from fleetdistill_lab.simulation.options import merge_settings, read_settings, with_options
+from fleetdistill_lab.simulation.options import merge_settings, not_begun, read_settings, with_options
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.cli.options import JsonOption, TrackOption, report_errors
 from fleetdistill_server.start import INTERRUPTED, ctrl_c_interrupts

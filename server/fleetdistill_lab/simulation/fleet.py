@@ -27,8 +27,7 @@ from fleetdistill_lab.simulation.data.datasets import Dataset, load_dataset
 from fleetdistill_lab.simulation.data.hugging_face import is_hugging_face, read_hugging_face
 from fleetdistill_lab.simulation.data.own import limit_rows, save_dataset
 from fleetdistill_lab.simulation.folder import IfThere, check_folder, open_folder, saved_settings
-from fleetdistill_lab.simulation.links.links import run_over_memory
-from fleetdistill_lab.simulation.links.over_grpc import run_over_grpc
+from fleetdistill_lab.simulation.links.links import run_over_grpc, run_over_memory
 from fleetdistill_lab.simulation.links.simulated_devices import Recipients
 from fleetdistill_lab.simulation.progress import OnProgress, Progress, watcher
 from fleetdistill_lab.simulation.report.comparison import cost_of

@@ -19,7 +19,7 @@ from torch import nn
 from fleetdistill import Device, Event
 from fleetdistill.knowledge import GENERAL, OWN, PERSONAL
 from fleetdistill_lab.simulation.fleet import simulate
-from fleetdistill_lab.simulation.report.table import report_table
+from fleetdistill_lab.simulation.show import report_table
 from fleetdistill_lab.simulation.spec.device import make_device
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.engine.engine import Engine

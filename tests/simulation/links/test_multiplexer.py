@@ -16,8 +16,7 @@ from support.processes import free_port
 from fleetdistill import Device
 from fleetdistill.link.grpc_link import Connection
 from fleetdistill_lab.simulation.links import multiplexer
-from fleetdistill_lab.simulation.links.multiplexer import THREADS, WaitingDevices, run_devices
-from fleetdistill_lab.simulation.links.parking_link import ParkingLink
+from fleetdistill_lab.simulation.links.multiplexer import THREADS, ParkingLink, WaitingDevices, run_devices
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_device
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.settings import Simulation

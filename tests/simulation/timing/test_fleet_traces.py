@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill_lab.simulation.options import read_settings
-from fleetdistill_lab.simulation.timing.behaviour import DAY_SECONDS, FleetBehaviour
-from fleetdistill_lab.simulation.timing.fleet_traces import FleetTraces, Span
+from fleetdistill_lab.simulation.timing.behaviour import DAY_SECONDS, FleetBehaviour, FleetTraces, Span
 from fleetdistill_lab.simulation.timing.traces import read_traces
 
 DEVICES = [f"device-{number:02d}" for number in range(40)]

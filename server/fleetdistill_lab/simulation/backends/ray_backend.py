@@ -9,8 +9,7 @@ from typing import Any
 
 from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill_lab.simulation.backends.backend import PackedPayload, Result, RunData, Task
-from fleetdistill_lab.simulation.backends.task_runner import TaskRunner
-from fleetdistill_lab.simulation.backends.worker import run_task
+from fleetdistill_lab.simulation.backends.worker import TaskRunner, run_task
 
 _RETRIES = 1
 _runner: tuple[str, TaskRunner] | None = None  # of a Ray worker process, with the id of its run

@@ -9,11 +9,26 @@ import logging
 import os
 import pickle
 import sys
+import time
 import traceback
-from dataclasses import replace
+from collections import OrderedDict
+from dataclasses import dataclass, replace
 from typing import IO, Any, NoReturn
 
-from fleetdistill_lab.simulation.backends.backend import PackedPayload, Result, Task
+import torch
+
+from fleetdistill import COLUMNS
+from fleetdistill.compute.base import Compute, Computed
+from fleetdistill.device.budgets import MAX_SECONDS_PER_ASK
+from fleetdistill.errors import FleetDistillError
+from fleetdistill.interruption import time_limit
+from fleetdistill.methods.outside import import_modules
+from fleetdistill.training.alone import without_app
+from fleetdistill.wire.codec import decode
+from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill_lab.simulation.backends.backend import Description, PackedPayload, Result, RunData, Task
+from fleetdistill_lab.simulation.spec.compute import Shared
+from fleetdistill_lab.simulation.spec.device import make_compute
 from fleetdistill_server.service.processes import end_with_parent
 
 _SIZE_BYTES = 8
@@ -52,7 +67,7 @@ def main() -> int:
 
 
 def _work(tasks: IO[bytes], results: IO[bytes]) -> NoReturn:
-    from fleetdistill_lab.simulation.backends.task_runner import TaskRunner
+    from fleetdistill_lab.simulation.backends.worker import TaskRunner
 
     runner = TaskRunner(receive(tasks))
     payload: PackedPayload | None = None
@@ -74,3 +89,95 @@ def run_task(runner: Any, task: Task) -> Result:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+MAX_PREPARED = 64
+
+
+"""Largest number of devices whose model a worker keeps; preparing one again takes milliseconds."""
+
+
+@dataclass
+class _Prepared:
+    """A device's compute backend, and the state and delivered model that it holds."""
+
+    compute: Compute
+    description: Description
+    held: tuple[bytes, bytes | None] | None = None
+
+
+class TaskRunner:
+    """Computes tasks one after another.
+
+    Args:
+        run: The run's data.
+    """
+
+    def __init__(self, run: RunData) -> None:
+        self._contract = contract_pb2.Contract.FromString(run.contract)
+        self._payloads = run.payloads
+        self._shared = Shared()
+        self._prepared: OrderedDict[str, _Prepared] = OrderedDict()
+        torch.set_num_threads(self._contract.threads)
+
+    def run(self, task: Task) -> Result:
+        """Returns a task's result, including an error that a device declines with."""
+        description, first = None, None
+        try:
+            with without_app():
+                prepared = self._prepare(task)
+                description = prepared.description
+                if task.prepare_only:
+                    return Result(description)
+                first = self._load(prepared, task)
+                computed = _answer(prepared, task) if task.ask else None
+        except FleetDistillError as error:
+            self._prepared.pop(task.spec.name, None)
+            return Result(description, first, error=error)
+        return Result(description, first, computed)
+
+    def _prepare(self, task: Task) -> _Prepared:
+        name = task.spec.name
+        known = self._prepared.get(name)
+        if known is None or (known.held is not None and task.state is None):  # the weights may have changed
+            self._prepared[name] = self._new(task)
+        self._prepared.move_to_end(name)
+        if len(self._prepared) > MAX_PREPARED:
+            self._prepared.popitem(last=False)
+        return self._prepared[name]
+
+    def _new(self, task: Task) -> _Prepared:
+        import_modules(task.spec.modules, "modules")
+        compute = make_compute(task.spec, self._contract, self._shared)
+        wanted = tuple(compute.wanted_payloads())
+        for sha256 in wanted:
+            if sha256 != self._contract.initial_weights:
+                compute.take_payload(sha256, decode(self._payloads[sha256].unpacked()))
+        digest = compute.data_digest()
+        return _Prepared(compute, Description(compute.profile(COLUMNS).SerializeToString(), digest, wanted))
+
+    def _load(self, prepared: _Prepared, task: Task) -> tuple[bytes, bytes] | None:
+        """Loads the device's state; returns it if it is the first one."""
+        compute, initial = prepared.compute, self._contract.initial_weights
+        if task.state is not None:
+            if prepared.held != (task.state, task.delivered):
+                compute.restore(task.state, task.delivered)
+                prepared.held = task.state, task.delivered
+            return None
+        if initial and initial in prepared.description.wanted_payloads:
+            compute.load_initial(decode(self._payloads[initial].unpacked()))
+        prepared.held = first = compute.state(), compute.delivered_state()
+        return first
+
+
+def _answer(prepared: _Prepared, task: Task) -> Computed:
+    """Answers the ask, and keeps the state as if the server had accepted the answer."""
+    assert prepared.held is not None  # loaded before
+    ask = service_pb2.Ask.FromString(task.ask)
+    parts = {} if task.payload is None else decode(task.payload.unpacked())
+    with time_limit(MAX_SECONDS_PER_ASK, time.monotonic):
+        computed = prepared.compute.answer(ask, parts, task.allow)
+    if computed.replacement is not None:
+        prepared.compute.deliver(computed.replacement)
+    prepared.held = computed.state, prepared.held[1] if computed.delivered is None else computed.delivered
+    return computed

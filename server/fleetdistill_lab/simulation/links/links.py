@@ -1,36 +1,60 @@
-"""Runs a simulated fleet over the in-memory link; `over_grpc` runs one over gRPC."""
+"""Runs a simulated fleet in memory, or over gRPC with front, engine and devices as processes on this machine."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from fleetdistill.errors import RunError
 from fleetdistill.link.base import Link
 from fleetdistill.training.alone import without_app
 from fleetdistill.wire.compression import compression_of
 from fleetdistill_lab.simulation.backends.backend import MakeBackend
+from fleetdistill_lab.simulation.backends.choice import usable_processors
 from fleetdistill_lab.simulation.backends.remote_work import RemoteWork
-from fleetdistill_lab.simulation.links.drive import DriveFleet
-from fleetdistill_lab.simulation.links.simulated_devices import MAX_OPEN, Recipients, SimulatedDevices
+from fleetdistill_lab.simulation.links.simulated_devices import MAX_OPEN, DriveFleet, Recipients, SimulatedDevices
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
 from fleetdistill_lab.simulation.timing.timing import Timing
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import SharedLink
+from fleetdistill_server.service.processes import child_environment
+from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.store.round_store import RoundStore
+from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 Watch = Callable[[Store], None]
+
+
 MakeLink = Callable[[DeviceApi, str], Link]
+
+
 """Makes the link of one device, from the server's side of the device API and the device's id."""
+
+
 MAX_SHORT_ROUNDS = 10
+
+
 """Number of consecutive short rounds after which a simulation fails, since no further devices will join."""
+
+
 _MAX_SHORT_ROUNDS_OF_TRACES = 100
+
+
 """The same with a simulated time, in which devices come and go."""
 
 
@@ -158,3 +182,99 @@ def _closed_on_failure(store: Store) -> Iterator[None]:
     except BaseException:
         store.close()
         raise
+
+
+_POLL_SECONDS = 0.1
+
+
+def run_over_grpc(config: RunConfig, specs: list[DeviceSpec], work: Path, watch: Watch, *, workers: int = 0) -> Store:
+    """Runs a fleet; see `run_over_memory`.
+
+    Args:
+        config: Configuration of the run.
+        specs: The devices.
+        work: Folder for the log of front and engine.
+        watch: Called with the store several times a second.
+        workers: Number of processes that the devices share; 0 for one per processor.
+
+    Raises:
+        RunError: A device failed, a process was killed too often, or the run was stopped.
+    """
+    supervisor = Supervisor(config, log=work / "server.log", max_short_rounds=MAX_SHORT_ROUNDS)
+    failure: list[Exception] = []
+    serving = threading.Thread(target=_serve, args=(supervisor, failure), name="supervisor")
+    finished = False
+    try:
+        serving.start()  # Ctrl-C may arrive here too, with the thread running
+        with (
+            device_host(specs, _port(supervisor, failure), workers or usable_processors()) as host,
+            closing(Store.open(Path(config.server.store))) as store,  # the supervisor closes its own when it fails
+        ):
+            log = _specs_of(specs).with_suffix(".log")
+            _watch_until_over(config.run.name, store, host, watch, failure, log)
+        finished = True
+    finally:
+        supervisor.stop(at_once=not finished)
+        if serving.is_alive():
+            serving.join()
+    return Store.open(Path(config.server.store))
+
+
+def _serve(supervisor: Supervisor, failure: list[Exception]) -> None:
+    try:
+        supervisor.serve()
+    except Exception as error:  # raised again in the thread that waits for the run
+        failure.append(error)
+
+
+def _port(supervisor: Supervisor, failure: list[Exception]) -> int:
+    while supervisor.port is None:
+        if failure:
+            raise failure[0]
+        time.sleep(_POLL_SECONDS)
+    return supervisor.port
+
+
+@contextlib.contextmanager
+def device_host(specs: Sequence[DeviceSpec], port: int, processes: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs the devices in some processes, with a host that watches them, and terminates them at the end."""
+    command = [sys.executable, "-m", "fleetdistill_lab.simulation.links.device_host", str(save_specs(specs))]
+    command += ["--server", f"127.0.0.1:{port}", "--processes", str(processes), "--parent", str(os.getpid())]
+    host = subprocess.Popen(command, start_new_session=True, env=child_environment())
+    try:
+        yield host
+    finally:
+        host.terminate()
+        host.wait()
+
+
+def _specs_of(specs: Sequence[DeviceSpec]) -> Path:
+    return Path(f"{specs[0].state_dir}.json")
+
+
+def save_specs(specs: Sequence[DeviceSpec]) -> Path:
+    """Writes specs next to the first device's state directory, in the format that `device_host` reads."""
+    path = _specs_of(specs)
+    path.write_text(json.dumps([asdict(spec) for spec in specs]))
+    return path
+
+
+def _watch_until_over(
+    run: str, store: Store, host: subprocess.Popen[bytes], watch: Watch, failure: list[Exception], log: Path
+) -> None:
+    while host.poll() is None:
+        if failure:
+            raise failure[0]
+        _check_not_stopped(store, run, log)
+        watch(store)
+        time.sleep(_POLL_SECONDS)
+    _check_not_stopped(store, run, log)  # raised first, because its error states the run's reason
+    if host.returncode:
+        raise RunError("a device process failed; its error is printed above")
+    watch(store)
+
+
+def _check_not_stopped(store: Store, run: str, log: Path) -> None:
+    known_run = store.runs.get(run)
+    if known_run is not None and known_run.status is RunStatus.STOPPED:
+        raise RunError(f"{known_run.reason}; the devices' log is {log}" if log.exists() else known_run.reason)

@@ -1,8 +1,12 @@
-"""The devices of an in-memory simulation: a limited number is open, and the states of the others are in the store."""
+"""The devices of an in-memory simulation, their registration, and the engine's wait, in which they run.
+
+A limited number is open, and the states of the others are in the store.
+"""
 
 from __future__ import annotations
 
 import gc
+import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, auto
@@ -13,24 +17,121 @@ from typing import Self
 from fleetdistill import Device, Step
 from fleetdistill.clock import Clock
 from fleetdistill.compute.base import MakeCompute
+from fleetdistill.device.identity import save_identity
 from fleetdistill.knowledge import DELIVER
 from fleetdistill.link.base import Link
+from fleetdistill.state.data_version import data_version
 from fleetdistill.state.memory import MemoryStorage
-from fleetdistill_lab.simulation.backends.remote_compute import RemoteCompute
-from fleetdistill_lab.simulation.backends.remote_work import AHEAD, RemoteWork
-from fleetdistill_lab.simulation.links.registration import Registration
+from fleetdistill.state.saved_profile import save_profile
+from fleetdistill.wire.v1 import contract_pb2, service_pb2
+from fleetdistill_lab.simulation.backends.remote_work import AHEAD, RemoteCompute, RemoteWork
 from fleetdistill_lab.simulation.spec.compute import Shared
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_compute, make_device
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.store.round_store import RoundStore
+from fleetdistill_server.store.store import Store
+
+Kind = tuple[str, str, str]
+
+
+"""Model, predictor and attack: what a profile depends on besides the rows."""
+
+
+class Registration:
+    """Registers devices of one run at the server without making them.
+
+    One device of each kind checks in. What the others would report differs from it in their rows only, so they are
+    entered from its profile in one transaction. A device is made when a round first draws it; it then checks in itself,
+    with the profile that is registered.
+
+    Args:
+        api: The server's side of the device API.
+        run: Name of the run.
+        shared: What the devices of this process share, with their data.
+        check_in: Makes a device and lets it check in.
+    """
+
+    def __init__(self, api: DeviceApi, run: str, shared: Shared, check_in: Callable[[DeviceSpec], object]) -> None:
+        self._api = api
+        self._run = run
+        self._shared = shared
+        self._check_in = check_in
+        self._first: dict[Kind, DeviceSpec] = {}
+
+    def register(self, specs: Sequence[DeviceSpec]) -> None:
+        """Registers devices: the first one of each kind checks in, the others are entered in one transaction."""
+        others = []
+        for spec in specs:
+            if _kind(spec) in self._first:
+                others.append(spec)
+            else:
+                self._first[_kind(spec)] = spec
+                self._check_in(spec)
+        profiles = {kind: self._profile(first) for kind, first in self._first.items()}
+        self._api.register(
+            self._run,
+            ((spec.name, self._secret(spec), self._profile_like(profiles[_kind(spec)], spec)) for spec in others),
+        )
+
+    def contents(self, spec: DeviceSpec) -> dict[str, bytes]:
+        """Returns the state of a registered device that has not been made, by file name.
+
+        It is that of a device that has checked in: its identity, and the profile that the server has.
+        """
+        state = MemoryStorage(Path(spec.state_dir))
+        save_identity(state, service_pb2.Identity(run=self._run, device=spec.name, secret=self._secret(spec)))
+        state.save_identity({"data_key": self._data_key(spec).hex()})
+        save_profile(state, self._profile(spec))
+        return state.contents
+
+    def _profile(self, spec: DeviceSpec) -> contract_pb2.DeviceProfile:
+        """Returns a registered device's profile from the store."""
+        known = self._api.store.devices.get(self._run, spec.name)
+        assert known is not None  # registered
+        return contract_pb2.DeviceProfile.FromString(known.profile)
+
+    def _profile_like(self, first: contract_pb2.DeviceProfile, spec: DeviceSpec) -> contract_pb2.DeviceProfile:
+        """Returns the profile of a device of the kind whose first device has the profile `first`."""
+        profile = contract_pb2.DeviceProfile()
+        profile.CopyFrom(first)
+        of_first = self._first[_kind(spec)]
+        if first.samples == of_first.rows and first.data_version:  # else the run or an attack hides them
+            profile.samples = spec.rows
+        if first.data_version:
+            profile.data_version = data_version(self._data_key(spec), self._shared.samples(spec.data_file).digest)
+        return profile
+
+    def _secret(self, spec: DeviceSpec) -> bytes:
+        return _derive(spec, "secret")
+
+    def _data_key(self, spec: DeviceSpec) -> bytes:
+        return _derive(spec, "data key")
+
+
+def _kind(spec: DeviceSpec) -> Kind:
+    return spec.model, spec.predictor, spec.attack
+
+
+def _derive(spec: DeviceSpec, purpose: str) -> bytes:
+    """Returns 32 bytes that are the same after a resume; nobody is kept out of a simulation by them."""
+    return hashlib.blake2b(f"{spec.seed} {purpose} {spec.name}".encode(), digest_size=32).digest()
+
 
 MAX_OPEN = 256
+
+
 """Largest number of open devices. Opening one again takes milliseconds, so this exceeds a usual cohort."""
+
+
 _COLLECTED = 256
+
+
 """Number of closed devices that are garbage-collected together; a collection takes tenths of a second."""
 
 
 NOT_DELIVERED = "the simulation delivers its final model only to the devices that need it"
+
+
 """Reason of an ask that ends without a delivery."""
 
 
@@ -205,3 +306,67 @@ class SimulatedDevices:
         """Closes all devices. After an error they do not leave the run, so that the open round waits for them."""
         for opened in self._open.values():
             opened[0].close(leave=kind is None)
+
+
+class DriveFleet:
+    """Implements the engine's `Waker`: a wait runs one step of the next device that has work.
+
+    Args:
+        store: The run's store.
+        run: Name of the run.
+        devices: The devices.
+        after_step: Called after every step.
+    """
+
+    def __init__(self, store: Store, run: str, devices: SimulatedDevices, after_step: Callable[[], None]) -> None:
+        self._store = store
+        self._run = run
+        self._devices = devices
+        self._after_step = after_step
+        self._joined = False
+        self._due: Iterator[str] = iter(())
+        self._round = 0
+
+    async def wait(self, seconds: float = 0.0) -> None:
+        """Runs one step of the next device with an open ask, or first registers all devices; ignores `seconds`."""
+        self._save_after_round()
+        if not self._joined:
+            self._devices.join(self._devices.names)
+            self._after_step()
+            self._joined = True
+            return
+        self._step(next(self._due, None) or self._next_due())
+
+    def _next_due(self) -> str:
+        if self._delivers():
+            self._devices.end_deliveries()
+        names = sorted(self._store.asks.devices_with_open(self._run)) or self._devices.names
+        self._due = self._devices.ahead(names)
+        return next(self._due)
+
+    def _delivers(self) -> bool:
+        """Returns whether the run has trained its last round, so that open asks can be final deliveries."""
+        run = self._store.runs.existing(self._run)
+        return run.completed_rounds + 1 == contract_pb2.Contract.FromString(run.contract).rounds
+
+    def _step(self, name: str) -> None:
+        self._devices.step(name)
+        self._after_step()
+
+    def _save_after_round(self) -> None:
+        """Saves at the first wait after a round. The next round may be open then, but it has no answers yet."""
+        number = self._store.runs.open_number(self._run) or 0
+        if number != self._round:
+            self._round = number
+            self.save()
+
+    def end(self) -> None:
+        """Saves the run after its end."""
+        self.save()
+
+    def save(self) -> None:
+        """Saves the run and its devices."""
+        self._devices.save()
+
+    def wake_other(self) -> None:
+        """Does nothing, because devices in this process need no wake-up."""

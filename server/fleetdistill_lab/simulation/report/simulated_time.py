@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fleetdistill_lab.simulation.report.outcome import Outcome
+from fleetdistill_lab.simulation.timing.behaviour import Span
 from fleetdistill_lab.simulation.timing.clock import START
-from fleetdistill_lab.simulation.timing.fleet_traces import Span
 from fleetdistill_lab.simulation.timing.timing import fleet_traces, work_log_path
 from fleetdistill_lab.simulation.timing.work_log import read_work
 from fleetdistill_server.store.records import Round

@@ -16,10 +16,9 @@ from fleetdistill.methods.classstats_secure.config import CERTIFICATES, SumSetti
 from fleetdistill.models import PREDICTORS, build_model, path_of
 from fleetdistill.training.model import parameter_count
 from fleetdistill_lab.simulation.data.datasets import Dataset, stratified_rows
-from fleetdistill_lab.simulation.data.hold_out import hold_out_validation, proxy_rows
 from fleetdistill_lab.simulation.data.partition import partition, partition_parameters
 from fleetdistill_lab.simulation.data.split import Ints, Partition
-from fleetdistill_lab.simulation.data.test_parts import Dealt, deal_tests
+from fleetdistill_lab.simulation.data.test_parts import Dealt, deal_tests, hold_out_validation, proxy_rows
 from fleetdistill_lab.simulation.spec.arrays import save_arrays, slice_of
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.spec.settings import Simulation

@@ -10,10 +10,9 @@ from enum import IntEnum
 from fleetdistill import Step
 from fleetdistill.errors import RunError
 from fleetdistill.knowledge import DELIVER
-from fleetdistill_lab.simulation.links.drive import DriveFleet
-from fleetdistill_lab.simulation.links.simulated_devices import SimulatedDevices
+from fleetdistill_lab.simulation.links.simulated_devices import DriveFleet, SimulatedDevices
+from fleetdistill_lab.simulation.timing.behaviour import FleetTraces, Span
 from fleetdistill_lab.simulation.timing.clock import START, SimulatedClock
-from fleetdistill_lab.simulation.timing.fleet_traces import FleetTraces, Span
 from fleetdistill_lab.simulation.timing.work_log import Work, WorkLog
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.store.records import Ask

@@ -11,10 +11,9 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_lab.simulation.links.simulated_devices import SimulatedDevices
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
-from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour
+from fleetdistill_lab.simulation.timing.behaviour import FleetBehaviour, FleetTraces
 from fleetdistill_lab.simulation.timing.clock import START, SimulatedClock
 from fleetdistill_lab.simulation.timing.drive import SimulatedTime
-from fleetdistill_lab.simulation.timing.fleet_traces import FleetTraces
 from fleetdistill_lab.simulation.timing.work_log import WorkLog
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.intake.device_api import DeviceApi
