@@ -33,8 +33,8 @@ from fleetdistill.wire.v1 import contract_pb2, service_pb2, service_pb2_grpc, te
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection
-from fleetdistill_server.front.grpc_options import channel_options
 from fleetdistill_server.front.server import OPTIONS as FRONT_OPTIONS
+from fleetdistill_server.front.server import channel_options
 from fleetdistill_server.service.processes import allow_open_files, front_environment
 from fleetdistill_server.service.wakeups import Ends, make_ends
 from fleetdistill_server.store.records import Ask

@@ -39,9 +39,9 @@ from fleetdistill.knowledge import PrivateRows, SecureMessage
 from fleetdistill.methods.base import Answer, Ask
 from fleetdistill.methods.classstats_secure.config import ClassStatsSecureConfig
 from fleetdistill.methods.classstats_secure.exchange import CHECK, INPUT, KEYS, SHARES, UNMASK, statistics_digest
-from fleetdistill.secure.masks import Masks
 from fleetdistill.secure.member import Member, endorse
 from fleetdistill.secure.primitives import (
+    PRIME,
     Numbers,
     from_bytes,
     hkdf,
@@ -50,17 +50,18 @@ from fleetdistill.secure.primitives import (
     tag,
     to_bytes,
     verification_key,
+    weights_at_zero,
     wrap,
 )
 from fleetdistill.secure.session import (
     KeysEntry,
+    Masks,
     Parameters,
     session_id,
     session_threshold,
     survivors_message,
     unpack_members,
 )
-from fleetdistill.secure.shares import PRIME, weights_at_zero
 from fleetdistill.state.files import Files
 from fleetdistill.state.secure_sessions import SecureSessions
 from fleetdistill.wire.codec import Payload, decode, encode

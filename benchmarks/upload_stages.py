@@ -32,7 +32,7 @@ from fleetdistill.wire.digests import Algorithm
 from fleetdistill.wire.framing import frame, unframe
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.config.limits import Limits
-from fleetdistill_server.front.grpc_options import channel_options
+from fleetdistill_server.front.server import channel_options
 from fleetdistill_server.front.streams import Lane
 from fleetdistill_server.service.processes import front_environment
 from fleetdistill_server.store.file_blobs import FileBlobs

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from fleetdistill_console.commands.methods import AUDIT_FILE, audit_figures, worst
 from fleetdistill_lab.audit.audit import Audit, AuditReport, record_run, report
 from fleetdistill_lab.audit.linkage import wilson
 from fleetdistill_lab.audit.pictures import reconstruct
 from fleetdistill_lab.audit.public_set import kinds_of_images, read_public, split_public
 from fleetdistill_server.config.run_config import RunConfig, run_config
-from fleetdistill_server.methods.audit_figures import FILE, figures, worst
 
 FORMS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "cdkt": ("cdkt", "", {}),
@@ -134,11 +134,11 @@ def main() -> None:
     parser.add_argument("--other", default="digits")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
-    parser.add_argument("--out", type=Path, default=FILE, help="by default the file of the package")
+    parser.add_argument("--out", type=Path, default=AUDIT_FILE, help="by default the file of the package")
     parser.add_argument("--tables", action="store_true", help="only print the tables of the package's figures")
     given = parser.parse_args()
     if given.tables:
-        print_tables(figures()["forms"])
+        print_tables(audit_figures()["forms"])
         return
     known = json.loads(given.out.read_text()) if given.out.exists() else {"forms": {}}
     for form in given.forms:

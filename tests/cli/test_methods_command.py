@@ -30,14 +30,13 @@ from fleetdistill.methods.feddkc.config import FedDKCConfig
 from fleetdistill.methods.feddkd.config import FedDKDConfig
 from fleetdistill.training.model import output_shape
 from fleetdistill.training.parameters import model_parameters
-from fleetdistill_console.commands.methods import compare_methods, method_row, method_tables
+from fleetdistill_console.commands.methods import audit_figures, compare_methods, method_row, method_tables
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import ContractSection, load_run_config
 from fleetdistill_server.engine.contract import build_method
 from fleetdistill_server.methods import server_class
-from fleetdistill_server.methods.audit_figures import figures
 from fleetdistill_server.methods.traffic import (
     KNOWLEDGE_TYPES,
     UP,
@@ -311,7 +310,7 @@ def test_json_has_a_row_for_every_method() -> None:
     assert {name for name, row in all_rows.items() if row["server_proxy_set"]} == {"feddf"}
     rows = {name: all_rows[name] for name in METHODS}
     assert {name for name, row in rows.items() if row["labels_leave"]} == {"fedd2s", "feddkc"}
-    measured = figures()["forms"]
+    measured = audit_figures()["forms"]
     for name, row in rows.items():
         result = [item["linked"] for item in measured[name]["attacks"] if item["attack"] is not None]
         assert row["linked"] == (max(result) if result else "none")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fleetdistill_server.methods.audit_figures import figures, linked, worst
+from fleetdistill_console.commands.methods import audit_figures, linked, worst
 
 PAGE = (Path(__file__).parents[2] / "docs/explanation/privacy.md").read_text(encoding="utf-8")
-FORMS = figures()["forms"]
+FORMS = audit_figures()["forms"]
 
 
 def rows_below(heading: str) -> list[list[str]]:

@@ -18,8 +18,7 @@ from fleetdistill.testing import ManualClock
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_server.config.run_config import RunConfig, run_config
 from fleetdistill_server.engine.engine import Engine
-from fleetdistill_server.engine.resume_storage import FILE, ResumeStorage
-from fleetdistill_server.engine.round_training import TrainingProgress
+from fleetdistill_server.engine.round_training import FILE, ResumeStorage, TrainingProgress
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.methods.feddkc.server import FedDKCServer

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetdistill_server.intake.duplicate_ids import ROOM, first_repeat
+from fleetdistill_server.intake.ingest import ROOM, first_repeat
 
 NUMBERS = st.lists(st.integers(0, 40) | st.integers(0, 2**63 - 1), min_size=1, max_size=60)
 

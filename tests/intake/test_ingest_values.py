@@ -31,8 +31,7 @@ from fleetdistill.wire.codec import encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.payload import CHUNK_BYTES
 from fleetdistill.wire.v1 import tensor_pb2
-from fleetdistill_server.intake.duplicate_ids import ROOM
-from fleetdistill_server.intake.ingest import Ingest
+from fleetdistill_server.intake.ingest import ROOM, Ingest
 from fleetdistill_server.store.memory_blobs import MemoryBlobs
 
 # --- values

@@ -26,25 +26,23 @@ TESTS = Path(__file__).parents[1]
 MATHEMATICS = {
     "fleetdistill.training.losses": ["training/test_losses.py", "methods/feddkd/test_feddkd.py"],
     "fleetdistill.methods.cdkt.transfer": ["methods/cdkt/test_cdkt.py"],
-    "fleetdistill.methods.dafkd.losses": [
+    "fleetdistill.methods.dafkd.training": [
         "methods/dafkd/test_losses.py",
         "methods/dafkd/test_ensemble.py",
         "methods/dafkd/test_device.py",
     ],
     "fleetdistill.methods.classstats_secure.encoding": ["methods/classstats_secure/test_encoding.py"],
     "fleetdistill.methods.classstats_secure.noise": ["methods/classstats_secure/test_noise.py"],
-    "fleetdistill.secure.masks": ["secure/test_member.py"],
     "fleetdistill.secure.member": ["secure/test_member.py"],
-    "fleetdistill.secure.primitives": ["secure/test_primitives.py"],
+    "fleetdistill.secure.primitives": ["secure/test_primitives.py", "secure/test_shares.py"],
     "fleetdistill.secure.session": ["secure/test_session.py", "secure/test_member.py"],
-    "fleetdistill.secure.shares": ["secure/test_shares.py"],
     "fleetdistill_server.methods.averaging": ["methods/test_averaging.py"],
     "fleetdistill_server.methods.feddkc.kkr": ["methods/feddkc/test_refinement.py"],
     "fleetdistill_server.methods.feddkc.skr": ["methods/feddkc/test_refinement.py"],
     "fleetdistill_server.methods.feddkc.kernels": ["methods/feddkc/test_refinement.py"],
     "fleetdistill_server.methods.classstats.merge": ["methods/classstats/test_one_exchange.py"],
     "fleetdistill_server.methods.classstats_secure.sum_server": ["methods/classstats_secure/test_plausibility.py"],
-    "fleetdistill_server.methods.secure.unmasking": ["methods/secure/test_unmasking.py"],
+    "fleetdistill_server.methods.secure.secure_sum": ["methods/secure/test_unmasking.py"],
 }
 """A module of formulas, and the tests that are about it."""
 SECONDS = 120

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetdistill.privacy.accountant import (
+    Guarantee,
     compose,
     discrete_mu_for,
     epsilon_for,
@@ -18,7 +19,6 @@ from fleetdistill.privacy.accountant import (
     rho_for,
     zcdp_delta,
 )
-from fleetdistill.privacy.guarantee import Guarantee
 
 DELTA = 1e-5
 

@@ -10,7 +10,7 @@ import numpy as np
 from fleetdistill.secure.member import Member
 from fleetdistill.secure.primitives import wrap
 from fleetdistill.secure.session import Parameters, Roster, neighbours, session_id, session_threshold
-from fleetdistill_server.methods.secure.unmasking import Unmasked, unmask
+from fleetdistill_server.methods.secure.secure_sum import Unmasked, unmask
 
 WIDTH = 6
 NONCE, CONTRACT = bytes(range(32)), bytes(range(32, 64))

@@ -12,10 +12,9 @@ from scipy import stats
 from secure.demo_session import INPUTS, SID, WIDTH, Session, demo_members
 
 from fleetdistill.errors import PeerError, WireError
-from fleetdistill.secure.masks import Masks
 from fleetdistill.secure.member import Member, verify_keys_entry
 from fleetdistill.secure.primitives import hkdf, public_key, reduce, sha256, tag, to_bytes, verify_signature, wrap
-from fleetdistill.secure.session import KeysEntry, Roster, survivors_message
+from fleetdistill.secure.session import KeysEntry, Masks, Roster, survivors_message
 
 IDENTITY = bytes(range(32))
 

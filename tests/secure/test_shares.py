@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetdistill.secure.shares import PRIME, coefficients, reconstruct, share, threshold, weights_at_zero
+from fleetdistill.secure.primitives import PRIME, coefficients, reconstruct, share, threshold, weights_at_zero
 
 
 def test_sa05_shares_of_a_polynomial():

@@ -25,11 +25,17 @@ from fleetdistill.methods.classstats.exchange import REFINE
 from fleetdistill.methods.classstats.refined_head import gradient_sum, to_wire
 from fleetdistill.methods.classstats_secure.config import CERTIFICATES, ROSTER
 from fleetdistill.methods.classstats_secure.exchange import INPUT, KEYS, SHARES, UNMASK, statistics_digest
-from fleetdistill.secure.masks import Masks
 from fleetdistill.secure.member import endorse
-from fleetdistill.secure.primitives import from_bytes, lift, public_key, reduce, verification_key
-from fleetdistill.secure.session import KeysEntry, Parameters, session_id, session_threshold, unpack_members
-from fleetdistill.secure.shares import reconstruct, weights_at_zero
+from fleetdistill.secure.primitives import (
+    from_bytes,
+    lift,
+    public_key,
+    reconstruct,
+    reduce,
+    verification_key,
+    weights_at_zero,
+)
+from fleetdistill.secure.session import KeysEntry, Masks, Parameters, session_id, session_threshold, unpack_members
 from fleetdistill.state.files import Files
 from fleetdistill.state.privacy_ledger import PrivacyBudget
 from fleetdistill.state.secure_sessions import SecureSessions

@@ -35,8 +35,7 @@ from fleetdistill.wire.codec import Payload, decode, encode
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import RAW, ZSTD, Packer, choose, unpack
 from fleetdistill.wire.digests import digest
-from fleetdistill.wire.payload import CHUNK_BYTES, chunk_data, chunks, slots
-from fleetdistill.wire.quantize import LARGEST, MAX_SCALE, dequantize, quantize
+from fleetdistill.wire.payload import CHUNK_BYTES, LARGEST, MAX_SCALE, chunk_data, chunks, dequantize, quantize, slots
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, tensor_pb2
 from fleetdistill_server.intake.admission import check_profile
 from fleetdistill_server.intake.ingest import Ingest

@@ -269,7 +269,7 @@ class LightCompute(DeliveringCompute[LightModel]):
         return self._model(classifiers[in_use])
 
     def _export(self, model: LightModel, path: Path, metadata: Mapping[str, str]) -> OnnxReport:
-        from fleetdistill.compute.light_export import export_model
+        from fleetdistill.compute.light_models import export_model
 
         return export_model(model, path, self._first_inputs, metadata)
 

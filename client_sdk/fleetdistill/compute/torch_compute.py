@@ -48,7 +48,6 @@ from fleetdistill.progress import redirect
 from fleetdistill.replacement import REPLACED, REPLACED_BY_RESULT, SPLIT, Replacement
 from fleetdistill.state.sample_ids import SampleIds
 from fleetdistill.state.state_file import pack_state, unpack_state
-from fleetdistill.training.alone import is_alone
 from fleetdistill.training.figures import Counts, allowed, place_of
 from fleetdistill.training.local_training import UNMEASURED_ROWS, TrainingReport, evaluate, rows_at_once
 from fleetdistill.training.model import (
@@ -65,7 +64,7 @@ from fleetdistill.training.onnx_file import OnnxReport
 from fleetdistill.training.onnx_graphs import Graphs
 from fleetdistill.training.parameters import model_parameters, state_tensors, take_weights
 from fleetdistill.training.proxy_set import proxy_data, proxy_of
-from fleetdistill.training.randomness import own_randomness
+from fleetdistill.training.randomness import is_alone, own_randomness
 from fleetdistill.training.tensor_data import LazyData, TensorData, tensor_data_of
 from fleetdistill.wire.codec import encode
 from fleetdistill.wire.v1 import contract_pb2, service_pb2

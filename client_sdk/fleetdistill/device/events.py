@@ -22,7 +22,7 @@ from fleetdistill.wire.v1 import service_pb2
 
 if TYPE_CHECKING:
     from fleetdistill.deployment.versions import Version
-    from fleetdistill.privacy.guarantee import Guarantee
+    from fleetdistill.privacy.accountant import Guarantee
     from fleetdistill.state.privacy_ledger import PrivacyBudget
     from fleetdistill.training.onnx_file import OnnxReport
 

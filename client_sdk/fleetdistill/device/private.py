@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fleetdistill.knowledge import ClassSums, PrivateRows, SharedStatistics
     from fleetdistill.methods.base import Answer, Ask
     from fleetdistill.methods.classstats_secure.config import ClassStatsSummedConfig
-    from fleetdistill.privacy.guarantee import Guarantee
+    from fleetdistill.privacy.accountant import Guarantee
 
 __all__ = ["guarantee_of", "hides_rows", "private_columns"]
 

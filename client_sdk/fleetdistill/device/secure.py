@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fleetdistill.knowledge import HeadGradient, PrivateRows, SecureMessage
     from fleetdistill.methods.base import Answer, Ask
     from fleetdistill.methods.classstats_secure.config import SumSettings
-    from fleetdistill.privacy.guarantee import Guarantee
+    from fleetdistill.privacy.accountant import Guarantee
     from fleetdistill.secure.member import Member
     from fleetdistill.secure.session import Parameters
     from fleetdistill.wire.v1 import contract_pb2

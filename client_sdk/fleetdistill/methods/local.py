@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from fleetdistill.methods.base import check_choice, check_range, check_share, check_types
-from fleetdistill.privacy.guarantee import Guarantee
+from fleetdistill.privacy.accountant import Guarantee
 
 if TYPE_CHECKING:
     import torch

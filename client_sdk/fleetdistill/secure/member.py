@@ -12,22 +12,25 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from fleetdistill.errors import PeerError, WireError
-from fleetdistill.secure.masks import Masks
 from fleetdistill.secure.primitives import (
+    PRIME,
+    SECRET_BYTES,
+    SHARE_BYTES,
     Numbers,
     agree,
+    coefficients,
     hkdf,
     public_key,
     reduce,
     seal,
+    share,
     sign,
     tag,
     unseal,
     verification_key,
     verify_signature,
 )
-from fleetdistill.secure.session import KeysEntry, keys_message
-from fleetdistill.secure.shares import PRIME, SECRET_BYTES, SHARE_BYTES, coefficients, share
+from fleetdistill.secure.session import KeysEntry, Masks, keys_message
 
 __all__ = ["Member", "endorse", "is_endorsed"]
 

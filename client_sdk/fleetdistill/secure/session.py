@@ -12,26 +12,55 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from fleetdistill.errors import ConfigurationError, WireError
-from fleetdistill.secure.primitives import sha256, tag
-from fleetdistill.secure.shares import threshold
+import numpy as np
 
-__all__ = ["LIMITED", "PRIVATE", "Parameters"]
+from fleetdistill.errors import ConfigurationError, WireError
+from fleetdistill.secure.primitives import Numbers, agree, hkdf, mask, sha256, tag, threshold
+
+__all__ = ["LIMITED", "PRIVATE", "Masks", "Parameters"]
 
 PRIVATE = 1
+
+
 """Each device adds its part of the noise."""
+
+
 LIMITED = 2
+
+
 """No noise; each device limits the rank of its second moment before it is summed."""
+
+
 _MODES = {0: "full", PRIVATE: "private", LIMITED: "limited"}
+
+
 _BLOCK = struct.Struct("<BBBBHHBBBBIIIHHdd")
+
+
 _VERSION = 1
+
+
 _MIN_DEVICES = 3
+
+
 _MAX_EPSILON = 100.0
+
+
 _MIN_DEGREE = 10
+
+
 _BARE_ENTRY, _SIGNED_ENTRY = 100, 196
+
+
 MAX_LOG2_LEAKED = -40
+
+
 """Largest log2 of the probability that a ring lets the corrupt devices learn a secret, or falls apart."""
+
+
 MAX_LOG2_NO_SUM = -20
+
+
 """Largest log2 of the probability that a ring loses a sum: it costs a round only."""
 
 
@@ -374,3 +403,56 @@ def survivors_message(
     """
     bitmaps = pack_members(shared, devices) + pack_members(survivors, devices)
     return tag("survivors") + sid + roster_digest + struct.pack("<I", devices) + bitmaps
+
+
+# --- What hides a device's numbers: a mask of its own and one for each pair of neighbours, which cancel in the sum.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masks:
+    """The masks of a session, as its devices add them and the server takes them away.
+
+    Attributes:
+        sid: Session id, 32 bytes.
+        count: Numbers of a device.
+        width: Bytes of a number, 4 to 8.
+        label: Distinguishes the pair masks of further sums over the same devices, 32 bytes; empty for the first sum.
+    """
+
+    sid: bytes
+    count: int
+    width: int
+    label: bytes = b""
+
+    def mask_secret(self, mask_seed: bytes) -> bytes:
+        """Returns the X25519 secret of a device's pair masks, from its 31-byte mask seed."""
+        return hkdf(mask_seed, self.sid, tag("mask key"))
+
+    def commitment(self, self_seed: bytes) -> bytes:
+        """Returns the 32 bytes by which the server recognises a device's 31-byte self seed."""
+        return sha256(tag("self commitment"), self.sid, self_seed)
+
+    def of_self(self, self_seed: bytes) -> Numbers:
+        """Returns what a device adds for itself."""
+        return mask(hkdf(self_seed, self.sid, tag("self mask")), self.count, self.width)
+
+    def of_pair(self, index: int, secret: bytes, public: bytes, other: int, other_public: bytes) -> Numbers:
+        """Returns what the device `index` adds for its neighbour `other`: the negative of what the neighbour adds.
+
+        Args:
+            index: Index of the device.
+            secret: Its `mask_secret`.
+            public: The secret's public key.
+            other: Index of the neighbour.
+            other_public: Public key of the neighbour's mask secret.
+
+        Returns:
+            Numbers modulo 2^64, which are right modulo 2^(8 width).
+
+        Raises:
+            WireError: The neighbour's public key is not one of X25519.
+        """
+        lower, higher = (public, other_public) if index < other else (other_public, public)
+        key = hkdf(agree(secret, other_public), self.sid, tag("pair mask") + self.label + lower + higher)
+        numbers = mask(key, self.count, self.width)
+        return numbers if index < other else np.negative(numbers)

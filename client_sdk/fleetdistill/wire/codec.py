@@ -17,8 +17,18 @@ from google.protobuf.message import Message
 from fleetdistill.errors import KnowledgeError, WireError
 from fleetdistill.wire.digests import Algorithm, digest
 from fleetdistill.wire.kind import Array, Kind, OwnForm, Parts, field_error, kind_of
-from fleetdistill.wire.payload import ELEMENT_TYPES, DataSource, Field, Slot, array_of, fields_of, pieces, slots
-from fleetdistill.wire.quantize import LARGEST, quantize
+from fleetdistill.wire.payload import (
+    ELEMENT_TYPES,
+    LARGEST,
+    DataSource,
+    Field,
+    Slot,
+    array_of,
+    fields_of,
+    pieces,
+    quantize,
+    slots,
+)
 from fleetdistill.wire.schema import FLOAT32, float_type, is_quantized
 from fleetdistill.wire.v1 import knowledge_pb2, tensor_pb2
 

@@ -14,7 +14,7 @@ from enum import Enum
 
 import numpy as np
 
-from fleetdistill.wire.quantize import LARGEST, MAX_SCALE
+from fleetdistill.wire.payload import LARGEST, MAX_SCALE
 
 __all__ = ["TypedShape"]
 

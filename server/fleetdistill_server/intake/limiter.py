@@ -1,7 +1,7 @@
 """Limits the load of one device and of all devices together.
 
 Limits per device apply after authentication, so that no caller can use up another device's share. Calls before
-authentication are bounded by gRPC's limits (`front/grpc_options.py`); enrolment and check-ins of new devices have
+authentication are bounded by gRPC's limits (`front/server.py`); enrolment and check-ins of new devices have
 shared limits here.
 """
 

@@ -3,7 +3,7 @@
 Until the tag of 0.1.0, `m001_tables` is changed in place.
 
 Migrations run on both databases and only call `db.execute`, with SQL that both accept and SQLite's types, which
-`postgres_schema.py` translates.
+`postgres_database.py` translates.
 """
 
 from __future__ import annotations

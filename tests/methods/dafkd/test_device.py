@@ -30,8 +30,7 @@ from fleetdistill.knowledge import (
     Discriminator,
 )
 from fleetdistill.methods.dafkd.device import DaFKDDevice
-from fleetdistill.methods.dafkd.losses import adversarial_loss
-from fleetdistill.methods.dafkd.training import AdversarialTraining, adam
+from fleetdistill.methods.dafkd.training import AdversarialTraining, adam, adversarial_loss
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.model import check_local_model
 from fleetdistill.training.parameters import model_parameters

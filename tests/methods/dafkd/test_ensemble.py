@@ -10,7 +10,7 @@ from methods.dafkd.dafkd_fleet import CPU, QUICK, SHAPE
 from torch.testing import assert_close
 
 from fleetdistill.methods.dafkd.config import DaFKDConfig
-from fleetdistill.methods.dafkd.losses import weighted_predictions
+from fleetdistill.methods.dafkd.training import weighted_predictions
 from fleetdistill.training.losses import distillation_loss
 from fleetdistill_server.config.run_config import ModelSection
 from fleetdistill_server.methods.base import MethodContext

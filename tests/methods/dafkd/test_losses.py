@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from fleetdistill.methods.dafkd.losses import adversarial_loss, generator_loss, gradient_penalty
+from fleetdistill.methods.dafkd.training import adversarial_loss, generator_loss, gradient_penalty
 from fleetdistill.models import build_generator
 from fleetdistill.training.losses import distillation_loss
 from fleetdistill_server.methods.dafkd.ensemble import (

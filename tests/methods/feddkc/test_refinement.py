@@ -23,7 +23,6 @@ from fleetdistill.methods.feddkc.ranges import (
     check_target_entropy,
     check_target_peak,
 )
-from fleetdistill_server.methods.feddkc import bisect
 from fleetdistill_server.methods.feddkc import refined as blocks
 from fleetdistill_server.methods.feddkc.kernels import kkr_kernel
 from fleetdistill_server.methods.feddkc.kkr import kkr, linear_scale, stretch
@@ -147,7 +146,7 @@ def test_dkc_8_skr(target: float, theta: float, row: list[float], ends: tuple[fl
 
 
 def test_dkc_9_the_bracket_holds_over_ten_orders_of_magnitude(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bisect, "MAX_HALVINGS", 15)
+    monkeypatch.setattr(blocks, "MAX_HALVINGS", 15)
     rng = np.random.default_rng(9)
     for classes in range(2, 101):
         for _ in range(3):

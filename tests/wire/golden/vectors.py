@@ -33,8 +33,7 @@ from fleetdistill.training.model import fingerprint
 from fleetdistill.wire.codec import KNOWLEDGE_TYPES, Payload, encode
 from fleetdistill.wire.codes import Code, rich_status
 from fleetdistill.wire.digests import Algorithm, digest
-from fleetdistill.wire.payload import pieces
-from fleetdistill.wire.quantize import dequantize, quantize
+from fleetdistill.wire.payload import dequantize, pieces, quantize
 from fleetdistill.wire.v1 import contract_pb2, enrolment_pb2, knowledge_pb2, service_pb2
 
 FILE = Path(__file__).parents[3] / "protos/vectors.json"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.classstats.config import SpaceConfig
-from fleetdistill.privacy.guarantee import Guarantee
+from fleetdistill.privacy.accountant import Guarantee
 
 _MIN_DIMENSIONS, _USUAL_DIMENSIONS = 8, 64
 MAX_WHITENED = 192

@@ -11,7 +11,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.base import check_choice, check_range
 from fleetdistill.methods.classstats.config import ClassStatsConfig, SpaceConfig
 from fleetdistill.methods.classstats_private.config import ClassStatsPrivateConfig
-from fleetdistill.privacy.guarantee import Guarantee
+from fleetdistill.privacy.accountant import Guarantee
 
 if TYPE_CHECKING:
     from fleetdistill.secure.session import Parameters

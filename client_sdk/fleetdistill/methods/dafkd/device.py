@@ -24,9 +24,8 @@ from fleetdistill.methods.base import (
     with_parameters,
 )
 from fleetdistill.methods.dafkd.config import DaFKDConfig
-from fleetdistill.methods.dafkd.losses import weighted_predictions
 from fleetdistill.methods.dafkd.samples import distillation_samples, make_generator
-from fleetdistill.methods.dafkd.training import AdversarialTraining, adam
+from fleetdistill.methods.dafkd.training import AdversarialTraining, adam, weighted_predictions
 from fleetdistill.methods.local import make_local_optimizer
 from fleetdistill.models.discriminators import JudgedClassifier, shared_features
 from fleetdistill.training.local_training import extract

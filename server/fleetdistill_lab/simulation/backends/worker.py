@@ -23,7 +23,7 @@ from fleetdistill.device.budgets import MAX_SECONDS_PER_ASK
 from fleetdistill.errors import FleetDistillError
 from fleetdistill.interruption import time_limit
 from fleetdistill.methods.outside import import_modules
-from fleetdistill.training.alone import without_app
+from fleetdistill.training.randomness import without_app
 from fleetdistill.wire.codec import decode
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_lab.simulation.backends.backend import Description, PackedPayload, Result, RunData, Task

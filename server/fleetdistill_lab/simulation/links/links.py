@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fleetdistill.errors import RunError
 from fleetdistill.link.base import Link
-from fleetdistill.training.alone import without_app
+from fleetdistill.training.randomness import without_app
 from fleetdistill.wire.compression import compression_of
 from fleetdistill_lab.simulation.backends.backend import MakeBackend
 from fleetdistill_lab.simulation.backends.choice import usable_processors

@@ -19,8 +19,8 @@ from fleetdistill.knowledge import GENERAL
 from fleetdistill.state.files import Files
 from fleetdistill.state.memory import MemoryStorage
 from fleetdistill.state.state_file import unpack_state
-from fleetdistill.training.alone import without_app
 from fleetdistill.training.local_training import as_tensor_data, evaluate
+from fleetdistill.training.randomness import without_app
 from fleetdistill.training.tensor_data import tensor_data_of
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.v1 import contract_pb2

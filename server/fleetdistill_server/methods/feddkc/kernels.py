@@ -13,9 +13,17 @@ from torch import Tensor
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.feddkc.ranges import check_epsilon, check_kernel_name
-from fleetdistill_server.methods.feddkc.bisect import Bracket, bisect_rows
 from fleetdistill_server.methods.feddkc.kkr import check_kkr, is_flat, is_tied, kkr, rectify
-from fleetdistill_server.methods.feddkc.refined import Refined, by_block, normalise, search_codes, softmax, spread
+from fleetdistill_server.methods.feddkc.refined import (
+    Bracket,
+    Refined,
+    bisect_rows,
+    by_block,
+    normalise,
+    search_codes,
+    softmax,
+    spread,
+)
 
 Kernel = Callable[[Tensor], Tensor]
 _SCAN = torch.logspace(-4, 4, 161, dtype=torch.float64)  # x = 1/t

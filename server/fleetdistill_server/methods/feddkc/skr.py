@@ -10,10 +10,11 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from fleetdistill.methods.feddkc.ranges import check_epsilon, check_target_entropy
-from fleetdistill_server.methods.feddkc.bisect import Bracket, bisect_rows
 from fleetdistill_server.methods.feddkc.refined import (
+    Bracket,
     Refined,
     as_logits,
+    bisect_rows,
     by_block,
     normalise,
     search_codes,
