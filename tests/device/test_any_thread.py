@@ -26,10 +26,10 @@ TURNS, THREADS = 1000, 4
 NAMED: dict[str, type[Exception]] = {
     **dict.fromkeys(("run", "step", "tick", "start", "preview"), DeviceBusyError),
     **dict.fromkeys(("model", "predict"), ModelError),
-    "roll_back": StateError,
+    **dict.fromkeys(("roll_back", "roll_forward"), StateError),
     "background_result": ConfigurationError,
 }
-"""What a member may raise: another call works, or there is no model, no earlier version or no thread yet."""
+"""What a member may raise: another call works, or there is no model, no version or no thread yet."""
 IMAGES = np.random.default_rng(7).random((20, 1, 8, 8), np.float32)
 DATA = (IMAGES, np.arange(20) % 10)
 SETTINGS: dict[str, dict[str, Any]] = {

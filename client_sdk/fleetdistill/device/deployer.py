@@ -326,7 +326,16 @@ class Deployer:
         return previous.number
 
     def roll_forward(self) -> int:
-        """Stores that the app takes deliveries again; returns the number of the version that it uses then."""
+        """Stores that the app takes deliveries again; returns the number of the version that it uses then.
+
+        Raises:
+            StateError: No version is held by `request_roll_back`.
+        """
+        if not self.versions.is_pinned():
+            raise StateError(
+                f"the model in {self._directory} was not rolled back, so there is nothing to roll forward to; the app "
+                "uses each delivery already"
+            )
         self.versions.unpin()
         if self._may_withdraw:
             self._may_withdraw = False

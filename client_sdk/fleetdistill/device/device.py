@@ -500,13 +500,13 @@ class Device:
         """Ends the effect of `roll_back`: from the next turn on the app takes deliveries again.
 
         The app's model becomes the newest version that was delivered, also the one that `roll_back` replaced, with the
-        event `delivered`. A roll-back that no turn has carried out yet does not take place. Without an earlier
-        `roll_back` there is no effect. Thread-safe.
+        event `delivered`. A roll-back that no turn has carried out yet does not take place. Thread-safe.
 
         Returns:
-            Number of the version that the app uses from the next turn on; 0 before the first delivery.
+            Number of the version that the app uses from the next turn on.
 
         Raises:
+            StateError: The app takes deliveries already: there was no `roll_back`, or `roll_forward` has ended it.
             DeviceClosedError: The device was closed.
         """
         with self._parts.lock.held():
