@@ -179,11 +179,13 @@ class LinkError(FleetDistillError):
 
     Attributes:
         after_seconds: Minimum wait before a retry as requested by the server, in seconds; 0 if it requested none.
+        code: Code of a temporary refusal, such as `not-ready` while the run is being prepared; empty without a reply.
     """
 
-    def __init__(self, message: str, after_seconds: float = 0.0) -> None:
+    def __init__(self, message: str, after_seconds: float = 0.0, code: str = "") -> None:
         super().__init__(message)
         self.after_seconds = after_seconds
+        self.code = code
 
 
 class RefusedError(FleetDistillError):

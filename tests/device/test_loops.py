@@ -26,7 +26,7 @@ from fleetdistill import COLUMNS, Budgets, Device, Event, Step
 from fleetdistill.device.contact import MAX_PAUSE_SECONDS
 from fleetdistill.device.loop import POLL_SECONDS
 from fleetdistill.errors import ConfigurationError, DeviceBusyError, DeviceClosedError, LinkError, ModelError
-from fleetdistill.testing import EventLog, FaultyLink, ManualClock, lost
+from fleetdistill.testing import EventLog, FaultyLink, ManualClock, lost, refused
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.store.states import RunStatus
@@ -187,19 +187,19 @@ def test_a_second_call_is_refused_while_one_works(tmp_path: Path) -> None:
 
 
 def test_callback_cannot_work_on_device_or_wait_for_itself(tmp_path: Path) -> None:
-    refused: list[str] = []
+    others: list[str] = []
 
     def call(event: Event) -> None:
         for method in (device.step, device.tick, device.run, device.start, device.join):
             with pytest.raises(DeviceBusyError) as error:
                 method()
-            refused.append(error.value.call)
+            others.append(error.value.call)
 
     device, _ = device_at(LyingLink(), tmp_path, on_event=call)
     with device:
         device.start()
         assert device.join(PATIENCE_SECONDS)
-    assert refused == ["step", "tick", "run", "start", "join"] * 2  # checked-in and finished
+    assert others == ["step", "tick", "run", "start", "join"] * 2  # checked-in and finished
 
 
 # --- tick
@@ -245,6 +245,24 @@ def test_tick_and_run_report_lost_and_returned_contact(tmp_path: Path) -> None:
         kinds = [event.kind for event in events]
         assert kinds[kinds.index("answered") - 1] == "contact-returned"
         assert all(0 < event.values["seconds"] <= 4 for event in told[1::2])
+
+
+@pytest.mark.parametrize("name", ["tick", "run"])
+def test_server_that_is_not_ready_is_no_lost_contact(tmp_path: Path, name: str) -> None:
+    clock = ManualClock()
+    faults = [lost("check_in", 1), *(refused("check_in", "not-ready", nth) for nth in (2, 3)), lost("check_in", 4)]
+    device, events = device_at(FaultyLink(LyingLink(ask()), *faults), tmp_path, clock=clock)
+    with device:
+        if name == "run":
+            device.run()
+        else:
+            while device.tick() is not Step.FINISHED:
+                clock.advance(0.25)
+    kinds = [event.kind for event in events]
+    told = ["lost-contact", "contact-returned", "waiting", "lost-contact", "contact-returned", "resumed", "checked-in"]
+    assert kinds[: len(told)] == told
+    assert events.texts("waiting")[0].endswith("refused with 'not-ready' (scripted fault); the device keeps asking")
+    assert [event.values for event in events if event.kind in ("waiting", "resumed")] == [{"condition": "server"}] * 2
 
 
 def test_time_without_contact_begins_with_first_of_all_errors(tmp_path: Path) -> None:

@@ -22,7 +22,10 @@ _pauses = random.Random()  # the app may have seeded the generator of the module
 
 
 class Contact:
-    """Tracks the contact with the server, and emits `lost-contact` and `contact-returned`.
+    """Tracks the contact with the server; emits `lost-contact` and `contact-returned`.
+
+    While the server replies that it is not ready, for example because the run is being prepared, the device has contact
+    and waits: `waiting` and `resumed`.
 
     Args:
         events: Emits events to the app.
@@ -32,30 +35,46 @@ class Contact:
     def __init__(self, events: Events, clock: Clock) -> None:
         self._events, self._clock = events, clock
         self._pause = _FIRST_PAUSE_SECONDS
-        self._reason = ""  # the last reported error; empty while there is contact
+        self._reason = ""  # the last reported error; empty while there is none
         self._known = False  # whether the server has ever replied
-        self._lost_at = 0.0
+        self._lost_at: float | None = None  # None while there is contact
+        self._waits = False  # whether the server was not ready
 
     def lost(self, error: LinkError) -> float:
         """Records a failed attempt; returns the seconds to wait before the next one, with exponential backoff.
 
         Emits one event for consecutive errors with the same text.
         """
-        if not self._reason:
+        is_reply = error.code == Code.NOT_READY
+        if is_reply:
+            self._note_reply()
+        elif self._lost_at is None:
             self._lost_at = self._clock.now()
         if str(error) != self._reason:
             self._reason = str(error)
-            first = "" if self._known else "no contact yet: "
-            self._events.emit("lost-contact", 0, f"{first}{self._reason}; the device keeps trying")
+            if is_reply:
+                self._waits = True
+                text = f"{self._reason}; the device keeps asking"
+                self._events.emit("waiting", 0, text, {"condition": "server"})
+            else:
+                first = "" if self._known else "no contact yet: "
+                self._events.emit("lost-contact", 0, f"{first}{self._reason}; the device keeps trying")
         pause = error.after_seconds + _pauses.uniform(self._pause / 2, self._pause)
         self._pause = min(2 * self._pause, MAX_PAUSE_SECONDS)
         return pause
 
     def restored(self) -> None:
-        """Records that the server replied; emits an event if the contact was lost."""
-        if self._reason:
-            self._reason = ""
+        """Records that the server replied and is ready; emits an event if the contact was lost or the device waited."""
+        self._reason = ""
+        self._note_reply()
+        if self._waits:
+            self._waits = False
+            self._events.emit("resumed", 0, "the server is ready", {"condition": "server"})
+
+    def _note_reply(self) -> None:
+        if self._lost_at is not None:
             seconds = self._clock.now() - self._lost_at
+            self._lost_at = None
             again = " again" if self._known else ""
             text = f"the server can be reached{again} after {seconds:.0f} seconds"
             self._events.emit("contact-returned", 0, text, {"seconds": seconds})
@@ -79,7 +98,7 @@ def open_link(server: str, token: str | Path | None, directory: Path, device_id:
 
 def link_error(refusal: RefusedError) -> LinkError:
     """Returns the error for a temporary refusal, with the time before a retry."""
-    return LinkError(str(refusal), after_seconds(refusal.details))
+    return LinkError(str(refusal), after_seconds(refusal.details), refusal.code)
 
 
 def request_forgetting(link: Link, identity: service_pb2.Identity) -> bool:
