@@ -19,7 +19,8 @@ from fleetdistill_server.testing import MemoryServer
 
 
 def test_training_reports_its_progress_at_most_once_per_second(tmp_path: Path) -> None:
-    link = LyingLink(ask(), terms=terms(settings={"local_epochs": 40, "batch_size": 4}))
+    fourth = ask(round=4, completed_rounds=2)  # of a run of three, in which one fell short
+    link = LyingLink(fourth, terms=terms(settings={"local_epochs": 40, "batch_size": 4}))
     threads: set[threading.Thread] = set()
 
     def note(event: Event) -> None:
@@ -35,8 +36,9 @@ def test_training_reports_its_progress_at_most_once_per_second(tmp_path: Path) -
     assert 0 <= fractions[0] < 0.1 < 0.9 < fractions[-1] < 1
     calls = 40 * 3  # batches; each one looks at the clock for the time limit and for the progress
     assert len(fractions) <= calls * 2 * 0.25
-    text, values = f"round 1: training, {fractions[0]:.0%}", {"step": "train", "phase": "training"}
-    assert training[0] == Event("progress", 1, text, values, rounds=3, progress=fractions[0])
+    text = f"round 4: training, {fractions[0]:.0%}"
+    values = {"step": "train", "phase": "training", "completed_rounds": 2}
+    assert training[0] == Event("progress", 4, text, values, rounds=3, progress=fractions[0])
     assert threads == {threading.current_thread()}
 
 

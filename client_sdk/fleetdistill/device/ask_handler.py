@@ -255,7 +255,7 @@ class AskHandler:
         hidden = hides_rows(compute.contract)
         allow = self._columns(hidden)
         now = self._parts.clock.now
-        note = partial(self._events.emit_progress, ask.round, ask.step)
+        note = partial(self._events.emit_progress, ask)
         handler = self._parts.spans.span("handler", step=ask.step)
         with time_limit(self._max_seconds, now) as check_time, report_to(note, now), handler:
             computed = self._parts.permission.compute(partial(compute.answer, ask, parts, allow))

@@ -57,10 +57,11 @@ class Event:
             dropped, damaged, kept, delivered, not-copied, exported, not-exported, not-quantized, too-large,
             rolled-back, no-samples, interrupted, waiting, resumed, lost-contact, contact-returned, progress, stopped,
             callback-failed, failed or finished.
-        round: Round that the event belongs to, or 0.
+        round: Number of the round that the event belongs to, or 0. A round that falls short is repeated under the next
+            number, so it can exceed `rounds`.
         text: Description in one sentence.
         values: Counts and figures by name; docs/reference/events.md lists them for each kind.
-        rounds: Number of rounds of the run; 0 before the check-in, and for a run without an end.
+        rounds: Number of rounds that the run completes; 0 before the check-in, and for a run without an end.
         progress: Completed fraction of the current phase of the work, in [0, 1]; None except for the kind `progress`.
     """
 
@@ -150,11 +151,12 @@ class Events:
             logger.info("%s: %s", self._device_id, printable(text))
         self._lock.emit(Event(kind, number, text, values or {}, self.rounds))
 
-    def emit_progress(self, number: int, step: str, phase: str, fraction: float) -> None:
+    def emit_progress(self, ask: service_pb2.Ask, phase: str, fraction: float) -> None:
         """Emits the progress of the work on an ask; logged for debugging only, because there are many."""
-        text = f"round {number}: {phase}, {fraction:.0%}"
+        text = f"round {ask.round}: {phase}, {fraction:.0%}"
         logger.debug("%s: %s", self._device_id, text)
-        self._lock.emit(Event("progress", number, text, {"step": step, "phase": phase}, self.rounds, fraction))
+        values = {"step": ask.step, "phase": phase, "completed_rounds": ask.completed_rounds}
+        self._lock.emit(Event("progress", ask.round, text, values, self.rounds, fraction))
 
     def emit_checked_in(self, text: str, reveals: str, *, leaves_the_process: bool) -> None:
         """Emits that the device checked in, and logs a warning if answers that leave the process reveal samples."""
