@@ -23,7 +23,7 @@ from fleetdistill import Event, Predictor
 from fleetdistill.compute import light_worker
 from fleetdistill.compute.torch_compute import FrozenModel, TorchCompute
 from fleetdistill.deployment.batch import check_batch
-from fleetdistill.errors import DataError, LinkError, ModelError
+from fleetdistill.errors import DamagedStateError, DataError, LinkError, ModelError
 from fleetdistill.models import build_model
 from fleetdistill.testing import FaultyLink, lost_reply
 from fleetdistill.training.model import output_shape, place_of_inputs, split_sequential
@@ -239,6 +239,52 @@ def test_updated_network_is_told_before_the_device_takes_part(tmp_path: Path, gi
     with device:
         device.run()
         assert device.version == 1
+
+
+def damage_nothing(state_dir: Path) -> None:
+    pass
+
+
+def damage_state(state_dir: Path) -> None:
+    (state_dir / "state.safetensors").write_bytes(b"\xff" * 100)
+
+
+def lose_state(state_dir: Path) -> None:
+    (state_dir / "state.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "given", "error"),
+    [
+        (damage_nothing, wider, ModelError),
+        (damage_state, model, DamagedStateError),
+        (lose_state, model, DamagedStateError),
+    ],
+)
+def test_delivered_file_predicts_when_the_state_cannot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: Any, given: Any, error: type[Exception]
+) -> None:
+    device, _ = device_at(LyingLink(ask()), tmp_path, export="round")
+    with device:
+        device.run()
+        logits = device.predict(BATCH)
+    harm(tmp_path)
+    device, _ = device_at(LyingLink(ask(round=2)), tmp_path, model=given, export="round")
+    with device:
+        np.testing.assert_allclose(device.predict(BATCH), logits, atol=1e-5)
+        with pytest.raises(error):
+            device.step(0)
+        np.testing.assert_allclose(device.predict(torch.from_numpy(BATCH).double()).numpy(), logits, atol=1e-5)
+        np.testing.assert_allclose(Predictor(tmp_path).predict(BATCH), logits, atol=1e-5)
+        with pytest.raises(DataError, match=r"the inputs are torch\.int64"):
+            device.predict(torch.zeros(1, 4, dtype=torch.int64))
+    warnings = [record.message for record in caplog.records if "predictions go on with model.onnx" in record.message]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("predictions go on with model.onnx, version 1, because of an error: ")
+    (tmp_path / "model.onnx").unlink()
+    device, _ = device_at(LyingLink(), tmp_path, model=given, export="round")
+    with device, pytest.raises(error):
+        device.predict(BATCH)
 
 
 def test_network_that_torch_is_loaded_for_later_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -342,7 +342,7 @@ class TorchCompute(DeliveringCompute[nn.Module]):
                 "the saved state is of another model: pass the model that it is of. If an update of the app changed "
                 "the network, call device.forget(), which has the server delete what this device sent, and start "
                 "again. A fresh state_dir alone is a second device, and what this one sent stays in the run. Until "
-                f"then `Predictor` predicts with the files in this state_dir ({reason})"
+                f"then `predict` and `Predictor` use the delivered model.onnx in this state_dir, if any ({reason})"
             ) from error
 
     def _restore_delivered(self, first: Any, saved: Mapping[str, Any]) -> None:

@@ -5,19 +5,24 @@ Predictions come from any thread, while the device trains and without the server
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleetdistill.deployment.batch import RangeCheck, range_of
+from fleetdistill.deployment.batch import RangeCheck, check_batch, range_of
 from fleetdistill.device.backend import Backend, Predict
 from fleetdistill.device.parts import DeviceParts
-from fleetdistill.errors import ModelError
+from fleetdistill.errors import DamagedStateError, FleetDistillError, ModelError
 from fleetdistill.names import did_you_mean
 
 if TYPE_CHECKING:
     from fleetdistill.compute.base import Compute
+    from fleetdistill.deployment.predictor import DeployedModel
+
+logger = logging.getLogger(__name__)
 
 
 class AppModels(dict[str, Any]):
@@ -41,7 +46,8 @@ class Predictions:
     """Predicts with a copy of the delivered model that never changes; a delivery replaces the copy as a whole.
 
     A prediction therefore needs no lock and uses exactly one delivered model. The first prediction makes the copy: of
-    the model in memory, or else in the state directory, or else of the app's own one.
+    the model in memory, or else in the state directory, or else of the app's own one. If the state is damaged, or of an
+    earlier network of the app, the delivered ONNX file takes its place, because it needs neither.
 
     Args:
         parts: What the parts of the open device share.
@@ -99,15 +105,43 @@ class Predictions:
 
     def _copy(self) -> tuple[Predict, int, RangeCheck]:
         with self._parts.lock.held():
-            model, known = self._frozen()
-            self._current = (model, self._version(), RangeCheck(known or range_of(self._backend.first_inputs())))
+            model, scale = self._frozen()
+            self._current = (model, self._version(), scale)
             return self._current
 
-    def _frozen(self) -> tuple[Predict, tuple[float, float] | None]:
-        """Returns the copy, and the range of the training data if a compute backend has read them."""
+    def _frozen(self) -> tuple[Predict, RangeCheck]:
+        """Returns the copy and the check of its inputs."""
         compute = self._backend.compute
         if compute is None or not compute.has_state:
-            compute = self._stored_compute()
+            try:
+                compute = self._stored_compute()
+            except (DamagedStateError, ModelError) as error:
+                return self._exported(error), RangeCheck(None)  # the file has its own check
+        first = self._backend.first_inputs()
         if compute is None:
-            return self._own_model(self._backend.first_inputs()), None
-        return compute.frozen_model(), compute.input_range()
+            return self._own_model(first), RangeCheck(range_of(first))
+        return compute.frozen_model(), RangeCheck(compute.input_range() or range_of(first))
+
+    def _exported(self, error: FleetDistillError) -> Predict:
+        """Returns the ONNX file of the version in use; raises `error` if there is none."""
+        from fleetdistill.deployment.predictor import Predictor
+
+        version = self._version()
+        try:
+            model = Predictor(self._parts.storage.directory).model if version else None
+        except FleetDistillError:
+            model = None
+        if model is None or model.version != version:
+            raise error
+        logger.warning("predictions go on with model.onnx, version %d, because of an error: %s", version, error)
+        return partial(_predict, model)
+
+
+def _predict(model: DeployedModel, inputs: Any) -> Any:
+    """Returns the logits of an ONNX file, of the type of the inputs: NumPy array or torch tensor."""
+    check_batch(inputs, model.input_shape)
+    if isinstance(inputs, np.ndarray):
+        return model.predict(inputs)
+    import torch
+
+    return torch.from_numpy(model.predict(inputs.detach().float().cpu().numpy())).to(inputs.device)

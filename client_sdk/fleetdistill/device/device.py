@@ -446,7 +446,8 @@ class Device:
         The model is that of `model`, read from `state_dir` after a restart; before the first delivery it is the app's
         own. Thread-safe, and without a lock: every call uses exactly one model. The device copies the model at the
         first call and at each later delivery, before its event `delivered`; if that fails (event `not-copied`), calls
-        go on with the previous copy.
+        go on with the previous copy. If the state is damaged, or of an earlier network of the app, the delivered
+        `model.onnx` predicts, with a warning in the log.
 
         Args:
             inputs: `[batch, *input_shape]` of any float type, on any device; a NumPy array or a torch tensor. A device
@@ -461,7 +462,8 @@ class Device:
             DataError: The inputs are not floats, have another shape, or are not finite.
             ModelError: A device with a `worker` has no model before its first ask, or with `light_worker` before
                 the first delivery; a custom worker does not support `predict`; or the model does not accept the batch.
-            StateError: The model in `state_dir` is damaged.
+                With a `state_dir` of another network of the app, and without `model.onnx`, there is none either.
+            StateError: The model in `state_dir` is damaged, and there is no `model.onnx` of its version.
             DeviceClosedError: The device was closed before the first call.
         """
         with control_flow_as_errors("predict"):
