@@ -37,6 +37,7 @@ PAGES = sorted(
 # Pages whose Python blocks are meant to be copied.
 COPIED = (
     "README.md",
+    "docs/reference/delivery.md",
     "docs/reference/device.md",
     "docs/reference/models.md",
     "docs/how-to/test-your-app.md",
