@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -25,7 +26,14 @@ from torch import nn
 from fleetdistill import COLUMNS, Budgets, Device, Event, Step
 from fleetdistill.device.contact import MAX_PAUSE_SECONDS
 from fleetdistill.device.loop import POLL_SECONDS
-from fleetdistill.errors import ConfigurationError, DeviceBusyError, DeviceClosedError, LinkError, ModelError
+from fleetdistill.errors import (
+    ConfigurationError,
+    DeviceBusyError,
+    DeviceClosedError,
+    LinkError,
+    ModelError,
+    StateError,
+)
 from fleetdistill.testing import EventLog, FaultyLink, ManualClock, lost, refused
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.memory_link import MemoryLink
@@ -200,6 +208,31 @@ def test_callback_cannot_work_on_device_or_wait_for_itself(tmp_path: Path) -> No
         device.start()
         assert device.join(PATIENCE_SECONDS)
     assert others == ["step", "tick", "run", "start", "join"] * 2  # checked-in and finished
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="without fork")
+def test_a_fork_of_the_app_does_not_work_on_its_device(tmp_path: Path) -> None:
+    device, _ = device_at(LyingLink(), tmp_path)
+
+    def call(reports: Any) -> None:
+        for method in (device.step, device.tick, device.run, device.start):
+            try:
+                reports.put(repr(method()))
+            except StateError as error:
+                reports.put(str(error))
+
+    forking = multiprocessing.get_context("fork")
+    with device:
+        reports = forking.Queue()
+        child = forking.Process(target=call, args=(reports,))
+        child.start()
+        for name in ("step", "tick", "run", "start"):
+            expected = (
+                f"Device.{name} was called in process {child.pid}, a fork of process {os.getpid()}, which has opened"
+            )
+            assert reports.get(timeout=PATIENCE_SECONDS).startswith(f"{expected} {tmp_path}; call it there")
+        child.join(PATIENCE_SECONDS)
+        device.run()
 
 
 # --- tick

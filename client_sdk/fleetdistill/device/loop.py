@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -32,6 +33,7 @@ from fleetdistill.errors import (
     FleetDistillError,
     LinkError,
     NoSamplesError,
+    StateError,
     WorkInterrupted,
 )
 from fleetdistill.interruption import check_may_continue, check_with
@@ -470,6 +472,7 @@ class WorkLock:
 
     def __init__(self, state_dir: Path) -> None:
         self._state_dir = state_dir
+        self._process = os.getpid()
         self._changed = threading.Condition()
         self._holder: int | None = None  # identifier of the thread that works on the device
         self._held_by = ""
@@ -490,7 +493,13 @@ class WorkLock:
         Raises:
             DeviceBusyError: A thread works on the device, also if it is the calling one.
             DeviceClosedError: The device was closed.
+            StateError: This process is a fork of the one that opened the device: the lock of the directory is of both.
         """
+        if os.getpid() != self._process:
+            raise StateError(
+                f"Device.{call} was called in process {os.getpid()}, a fork of process {self._process}, which has "
+                f"opened {self._state_dir}; call it there, or create the Device after the fork"
+            )
         with self._changed:
             self.check_open(call)
             if self._holder is not None:
