@@ -119,7 +119,7 @@ class ExportError(FleetDistillError):
 
 
 class StateError(FleetDistillError):
-    """A device's state directory cannot be used: it is locked or damaged, or belongs to another run or a newer SDK."""
+    """A device's state directory cannot be used: it is in use or damaged, or belongs to another run or a newer SDK."""
 
 
 class DamagedStateError(StateError):
