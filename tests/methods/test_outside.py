@@ -185,7 +185,7 @@ def test_method_registered_only_in_this_process_runs_over_grpc(with_own_method: 
 def test_an_engine_that_cannot_import_the_method_says_so(tmp_path: Path, process: pytest.MonkeyPatch) -> None:
     fails = "import sys\nif 'engine' in sys.argv[0]: raise RuntimeError('not in the engine')\n"
     write_module(tmp_path, "broken", fails + (EXAMPLES / "own_method.py").read_text().replace("from __future__", "#"))
-    with pytest.raises(RunError, match=r"cannot run this configuration: .*'broken': RuntimeError: not in the engine"):
+    with pytest.raises(RunError, match=r"cannot run: .*'broken': RuntimeError: not in the engine"):
         simulate(small("proximal", tmp_path / "out", "broken"))
 
 

@@ -16,7 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetdistill.errors import ConfigurationError, NoSpaceError, RunError, StoreError, StoreUnavailableError
+from fleetdistill.errors import (
+    ConfigurationError,
+    DamagedError,
+    NoSpaceError,
+    RunError,
+    StoreError,
+    StoreUnavailableError,
+)
 from fleetdistill_server.config.run_config import RunConfig, load_run_config
 from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.engine import engine, process
@@ -123,7 +130,10 @@ def test_an_engine_whose_run_is_taken_says_why(
     store.close()
 
 
-@pytest.mark.parametrize("error", [RunError("taken over"), ConfigurationError("[method] x: unknown")])
+@pytest.mark.parametrize(
+    "error",
+    [RunError("taken over"), ConfigurationError("[method] x: unknown"), DamagedError(b"", "checkpoint 12 is damaged")],
+)
 def test_what_cannot_work_has_one_too(config: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     assert end_of(config, monkeypatch, error) == EXIT_CONFIGURATION
     assert failures(config) == [str(error)], "the supervisor's error quotes it"
@@ -400,7 +410,7 @@ def test_given_up_engine_is_reported_though_disk_is_full(service: Service, monke
     monkeypatch.setattr(service.store.run_control, "stop_failed", full)
     monkeypatch.setattr(service.store.history, "add_event", full)
     service.look(EXIT_CONFIGURATION, 3)
-    assert service.failed[0][1].startswith("the engine cannot run this configuration: the engine exited with status 2")
+    assert service.failed[0][1].startswith("the engine cannot run: the engine exited with status 2")
     assert list(service.engines.engines) == [RUN], "so that the reason is stored when there is space again"
 
 

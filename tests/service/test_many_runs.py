@@ -159,7 +159,7 @@ def test_a_failing_run_stops_alone_with_its_reason(service: Service) -> None:
     service.store.history.add_event("a", "engine-failed", "[method] beta is -1, must be at least 0")
     assert service.runs() == ["b", "c"]
     shown = views.run(service.store, "a", served(service.directory, service.store)).facts
-    reason = "the engine cannot run this configuration: [method] beta is -1, must be at least 0"
+    reason = "the engine cannot run: [method] beta is -1, must be at least 0"
     assert (shown["status"], shown["reason"]) == ("stopped", f"{reason}; to continue: `fleetdistill runs start a`")
     assert service.failed == [("a", reason)]
 

@@ -295,6 +295,4 @@ def test_a_configuration_that_cannot_work_is_not_tried_again(tmp_path: Path) -> 
     (stops,) = [line for line in said.splitlines() if "the engine stops: " in line]
     assert stops.endswith(f"run={RUN} event=engine-failed")
     last = said.splitlines()[-1]
-    assert last.startswith(
-        "error: the engine cannot run this configuration: [model] server: server model 'no_such_module:make': cannot"
-    )
+    assert last.startswith("error: the engine cannot run: [model] server: server model 'no_such_module:make': cannot")

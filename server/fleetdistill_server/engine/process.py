@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fleetdistill.errors import (
     ConfigurationError,
+    DamagedError,
     FleetDistillError,
     NoSpaceError,
     RunError,
@@ -184,13 +185,13 @@ def main() -> int:
             return 0
         start_heartbeat(directory)
         asyncio.run(_main(arguments, group))
-    except (ConfigurationError, RunError) as error:
+    except (ConfigurationError, DamagedError, RunError) as error:  # a restart would not help
         logger.error("the engine stops: %s", error, extra=about(run=run, event=ENGINE_FAILED))
         return EXIT_CONFIGURATION
     except (NoSpaceError, StoreUnavailableError) as error:
         logger.log(logging.DEBUG if options.waits else logging.WARNING, "%s", error, extra=about(run=run))
         return EXIT_NO_SPACE if isinstance(error, NoSpaceError) else EXIT_STORE_AWAY
-    except FleetDistillError as error:  # such as a damaged checkpoint: the message says all
+    except FleetDistillError as error:  # the message says all
         logger.error("the engine failed: %s", error, extra=about(run=run, event=ENGINE_FAILED))
         return 1
     except Exception:  # logged here; the supervisor restarts the engine

@@ -301,7 +301,7 @@ class EngineProcess:
             cause = ending_in_words("the engine", code)
             self._note_failure(cause)
         if code == EXIT_CONFIGURATION:
-            self._give_up(f"the engine cannot run this configuration: {cause}")
+            self._give_up(f"the engine cannot run: {cause}")
         else:
             self._after_failure(cause, killed=code == 0 or -code in _TERMINATIONS)
 
