@@ -39,6 +39,7 @@ from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.rollback import RolledBack, roll_back
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.views import runs as views_of_runs
 
 
 def play(prepared: Prepared, store: Store) -> None:
@@ -228,6 +229,15 @@ def test_unreadable_checkpoint_leaves_run_unchanged(played: tuple[Prepared, Path
     with pytest.raises(DamagedError, match=rf"is not in the store; .*rollback {RUN} --to 2. returns to the newest"):
         roll_back(store, RUN, 1)
     assert row_of(store) == before
+    store.close()
+
+
+def test_a_damaged_checkpoint_is_not_listed(played: tuple[Prepared, Path]) -> None:
+    store = Store.open(played[1])
+    store.blobs.drop(store.runs.checkpoints(RUN)[1].sha256)
+    assert views_of_runs.run(store, RUN).facts["checkpoints_after_rounds"] == [0, 2]
+    with pytest.raises(ConfigurationError, match=r"available rounds: 0 \(0 completed\), 2 \(2 completed\)\."):
+        roll_back(store, RUN, 7)
     store.close()
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fleetdistill.errors import ConfigurationError, DamagedError
+from fleetdistill.errors import ConfigurationError, DamagedError, StoreError
 from fleetdistill.state import failpoints
+from fleetdistill_server.store.records import Checkpoint
 from fleetdistill_server.store.retention import drop_unneeded
 from fleetdistill_server.store.store import Store
 
@@ -44,7 +45,8 @@ def roll_back(store: Store, run: str, to: int, who: str = "an operator") -> Roll
     before = store.runs.existing(run)
     kept = {checkpoint.round: checkpoint for checkpoint in store.runs.checkpoints(run)}
     if to not in kept:
-        has = ", ".join(f"{number} ({one.completed_rounds} completed)" for number, one in kept.items()) or "none"
+        intact = intact_checkpoints(store, run)
+        has = ", ".join(f"{one.round} ({one.completed_rounds} completed)" for one in intact) or "none"
         raise ConfigurationError(
             f"--to is {to}, but run {run!r} has no checkpoint of round {to}; available rounds: {has}. They are "
             "numbered as in `runs show`, where short rounds count too; [server] keep_checkpoints sets how many are kept"
@@ -74,21 +76,21 @@ def way_back(store: Store, run: str, lost: bytes) -> str:
         run: Name of the run.
         lost: Digest of the checkpoint.
     """
-    left = [
-        checkpoint
-        for checkpoint in store.runs.checkpoints(run)
-        if checkpoint.sha256 != lost and _is_intact(store, checkpoint.sha256)
-    ]
+    left = [checkpoint for checkpoint in intact_checkpoints(store, run) if checkpoint.sha256 != lost]
     if not left:
         return "no intact earlier checkpoint is kept, so restore a backup with `fleetdistill restore`"
     stop, back = f"`fleetdistill runs stop {run}`", f"`fleetdistill runs rollback {run} --to {left[-1].round}`"
     return f"{stop}, then {back} returns to the newest one before it"
 
 
+def intact_checkpoints(store: Store, run: str) -> list[Checkpoint]:
+    """Returns the kept checkpoints of a run that are not missing or damaged, oldest first; reads their files."""
+    return [checkpoint for checkpoint in store.runs.checkpoints(run) if _is_intact(store, checkpoint.sha256)]
+
+
 def _is_intact(store: Store, checkpoint: bytes) -> bool:
-    """Returns whether a checkpoint can be read."""
     try:
         store.blobs.get_state(checkpoint)
-    except DamagedError:
-        return False
+    except StoreError as error:  # of an object store that is away nothing is known
+        return not isinstance(error, DamagedError)
     return True
