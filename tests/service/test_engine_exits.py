@@ -310,6 +310,8 @@ def test_six_quick_kills_stop_no_run_and_run_tells_restart_time(service: Service
     assert again is not None, row.reason
     time.strptime(again[2], "%Y-%m-%dT%H:%M:%SZ")
     assert [engine.state().waits for engine in service.engines.engines.values()] == [again[1]]
+    started = run_changes.change(service.store, RUN, RunStatus.RUNNING).sentence
+    assert started == f"run {RUN!r} is started: {row.reason}", "it runs no earlier"
     service.look(-signal.SIGKILL, 13)
     assert child.starts == 7
     told = rf"the engine has failed 7 times without progress, the last time at (\S+Z): {re.escape(cause)}"

@@ -63,7 +63,8 @@ class RunState:
         """The state in words."""
         state = f"is {'started' if self.status in ACTIVE else self.status}"
         if not self.changes:
-            return f"run {self.run!r} {state}"
+            why = self.status in ACTIVE and self.reason  # such as when an engine that failed is started again
+            return f"run {self.run!r} {state}{f': {why}' if why else ''}"
         text = f"run {self.run!r} has new settings ({self.changes}), and {state}"
         if self.status in ACTIVE:
             text += f". Its engine reads them at its next start: `fleetdistill runs pause {self.run}`, then "
