@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from fleetdistill import knowledge
 from fleetdistill_console.metrics.runs import MAX_RUNS, STATES, RunsCollector
 from fleetdistill_server.figures import SumFigures
-from fleetdistill_server.service import serve_lock
+from fleetdistill_server.service import run_changes, serve_lock
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
@@ -206,6 +206,24 @@ def test_a_run_that_waits_says_for_what(tmp_path: Path) -> None:
     assert {item.labels["run"]: item.labels["status"] for item in result["fleetdistill_run_info"]} == statuses
     counts = {item.labels["status"]: item.value for item in result["fleetdistill_runs"]}
     assert counts == dict.fromkeys(STATES, 0) | dict.fromkeys(statuses.values(), 1)
+    store.close()
+
+
+def test_a_run_whose_engine_failed_is_not_as_one_stopped(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    for name in ("asked", "broke"):
+        store.runs.begin(name, {"run": {"name": name, "method": "fedavg"}})
+        store.run_control.activate(name)
+    token = store.run_control.assign("broke")
+    assert token is not None
+    store.run_control.stop_failed("broke", token, "division by zero")
+    run_changes.change(store, "asked", RunStatus.STOPPED)
+    collector = RunsCollector(tmp_path)
+    shown = {metric.name: metric for metric in collector.collect()}
+    info = {sample.labels["run"]: sample.labels["status"] for sample in shown["fleetdistill_run_info"].samples}
+    counts = {sample.labels["status"]: sample.value for sample in shown["fleetdistill_runs"].samples if sample.value}
+    assert (info, counts) == ({"asked": "stopped", "broke": "failed"}, {"stopped": 1, "failed": 1})
+    collector.close()
     store.close()
 
 

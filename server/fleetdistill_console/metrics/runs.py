@@ -33,7 +33,9 @@ MAX_RUNS = 50
 KEPT_SECONDS = 2.0
 """Time for which a reading answers further scrapes."""
 _PATIENCE_SECONDS = 3.0
-STATES = (*RunStatus, QUEUED, WAITING, IDLE)
+FAILED = "failed"
+"""The state of a run that was stopped because its engine failed; one that an operator stopped is `stopped`."""
+STATES = (*RunStatus, FAILED, QUEUED, WAITING, IDLE)
 """States of a run, which the label `status` has."""
 _BY_NAME = {"accuracy": catalogue.ACCURACY, "loss": catalogue.LOSS}
 _SPLITS = ("train", "test")
@@ -88,13 +90,15 @@ class RunsCollector:
         return samples.metrics()
 
     def _figures(self) -> tuple[list[RunFigures], dict[str, int], dict[str, str]]:
-        """Returns the figures of the newest runs, the number of runs by state, and the states of active runs."""
+        """Returns the figures of the newest runs, the number of runs by state, and the states of some."""
         if self._store is None:
             self._store = Store.open(self._directory, patience_seconds=_PATIENCE_SECONDS)
         store = self._store
         now = placed(self._directory, self._store)
         counts = Counter(run_counts(store.database))
-        states = {}
+        states = {run.name: FAILED for run in store.run_control.failed()}
+        counts[RunStatus.STOPPED] -= len(states)
+        counts[FAILED] += len(states)
         for run in store.runs.active():
             states[run.name] = state_of(run, now)
             counts[run.status] -= 1
