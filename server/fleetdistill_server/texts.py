@@ -56,10 +56,11 @@ def when(seconds: float) -> str:
 
 
 def readable_bytes(count: int) -> str:
-    """Formats a number of bytes in kB, MB or GB, in powers of ten."""
-    if count >= 1e9:
-        return f"{count / 1e9:.2f} GB"
-    return f"{count / 1e6:.2f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
+    """Formats a number of bytes in B, kB, MB or GB, in powers of ten."""
+    for unit, name, digits in ((1e9, "GB", 2), (1e6, "MB", 2), (1e3, "kB", 1)):
+        if count >= unit:
+            return f"{count / unit:.{digits}f} {name}"
+    return f"{count} B"
 
 
 def counted(number: int, what: str) -> str:

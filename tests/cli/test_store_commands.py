@@ -119,7 +119,7 @@ def test_prune_says_what_it_frees(directory: Path) -> None:
     one, both = (sorted(size for size in sizes if size > 100)[:count] for count in (1, 2))
     first, two = readable_bytes(sum(one)), readable_bytes(sum(both))
     with_rows = "with 1 event, 0 figures"
-    nothing = "freed 0 rounds with 0 events, 0 figures, 0 payloads (0.0 kB)\n"
+    nothing = "freed 0 rounds with 0 events, 0 figures, 0 payloads (0 B)\n"
     store = Store.open(directory)
     store.history.add_event(RUN, "late", "a sentence", number=1)
     store.close()
@@ -169,7 +169,7 @@ def test_prune_beside_a_server_says_what_is_left_to_it(directory: Path) -> None:
     code, said = call("runs", "prune", RUN, "--keep-rounds", "1", "--yes", "--store", str(directory))
     lock.close()
     assert code == 0
-    assert said.startswith("freed 2 rounds with 0 events, 0 figures, 0 payloads (0.0 kB)\n2 payloads (")
+    assert said.startswith("freed 2 rounds with 0 events, 0 figures, 0 payloads (0 B)\n2 payloads (")
     assert said.endswith("are less than an hour old; the server deletes them later\n")
 
 

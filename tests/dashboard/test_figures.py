@@ -258,7 +258,7 @@ def test_a_setting_with_many_digits_is_a_fraction(value: object, text: str) -> N
 
 
 def test_a_rate_of_nothing_is_a_figure() -> None:
-    assert (units.percent(0.0), units.percent(None), units.size(0), units.size(None)) == ("0.0 %", "–", "0.0 kB", "–")
+    assert (units.percent(0.0), units.percent(None), units.size(0), units.size(None)) == ("0.0 %", "–", "0 B", "–")
 
 
 def test_names_are_sorted_as_people_do() -> None:

@@ -196,7 +196,7 @@ def test_a_pipe_gets_a_sentence_a_line(over: Store) -> None:
     assert lines[1] == "round 1, refused (b bad-value): device b: NaN"
     assert lines[2] == "round 1, teacher-guard (c): held back"
     assert lines[3].startswith("round 1: closed, 3 devices, 2 answers, 2 used, 0 reported, ")
-    assert lines[3].endswith(" s, test accuracy 50.0%, guards 1, 1.0 kB up, 0.0 kB down")
+    assert lines[3].endswith(" s, test accuracy 50.0%, guards 1, 1.0 kB up, 0 B down")
     assert lines[4] == "run r (feddkc): finished: all rounds done, 1 of 2 rounds, 0 devices present"
     assert len(lines) == 5
 

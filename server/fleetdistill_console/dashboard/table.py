@@ -30,7 +30,8 @@ _BYTES = """params => {
   const value = params.value;
   if (value === null || value === undefined) return '';
   if (value >= 1e9) return (value / 1e9).toFixed(2) + ' GB';
-  return value >= 1e6 ? (value / 1e6).toFixed(2) + ' MB' : (value / 1e3).toFixed(1) + ' kB';
+  if (value >= 1e6) return (value / 1e6).toFixed(2) + ' MB';
+  return value >= 1e3 ? (value / 1e3).toFixed(1) + ' kB' : value + ' B';
 }"""
 _DURATION = """params => {
   const value = params.value;
