@@ -140,7 +140,7 @@ def test_a_device_is_forgotten_from_another_machine(place: Place) -> None:
     store.devices.mark_forgotten(RUN, "camera-7")
     assert "its payloads are deleted. " in run("devices", "forget", RUN, "camera-7", *there)
     said = run("devices", "forget", RUN, "camera-8", *there, code=1)
-    assert "run 'digits' has no device 'camera-8'; list its devices with `fleetdistill devices`" in said
+    assert "run 'digits' has no device 'camera-8'; did you mean 'camera-7'? `fleetdistill devices` lists them" in said
     result = [(row["call"], row["result"].partition(":")[0]) for row in reversed(place.calls())]
     assert result == [("ForgetDevice", "done"), ("ForgetDevice", "nothing to change"), ("ForgetDevice", "refused")]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetdistill.errors import ConfigurationError, RunError
+from fleetdistill.names import did_you_mean
 from fleetdistill.state import failpoints
 from fleetdistill_server.config.run_changes import describe_changes
 from fleetdistill_server.config.run_config import RunConfig
@@ -147,7 +148,10 @@ def request_forgetting(store: Store, run: str, device: str) -> bool:
     """
     store.runs.existing(run)
     if not store.devices.ask_to_forget(run, device):
-        raise ConfigurationError(f"run {run!r} has no device {device!r}; list its devices with `fleetdistill devices`")
+        meant = did_you_mean(device, store.devices.ids(run))
+        raise ConfigurationError(
+            f"run {run!r} has no device {device!r}{meant or ';'} `fleetdistill devices` lists them"
+        )
     return device not in store.devices.to_forget(run)
 
 
