@@ -9,6 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,16 @@ def test_a_certificate_with_another_name_is_named(state: Path, authority: Author
     enrol(state, device_credentials(authority, DEVICE))
     (error,) = said(state, elsewhere)
     assert "is not trusted" in error
-    assert "fleetdistill pki renew-server --host 127.0.0.2" in error
+    assert "`fleetdistill pki renew-server --names` with those and 127.0.0.2" in error
+
+
+def test_a_server_that_forgot_the_devices_ca_is_named(
+    state: Path, authority: Authority, front: str, tmp_path: Path
+) -> None:
+    old = device_credentials(make_pki(tmp_path / "other"), DEVICE)
+    enrol(state, replace(old, authorities=device_credentials(authority, DEVICE).authorities))
+    *_, error = said(state, front)
+    assert "does not answer calls; it may not admit this device's certificate any more, as after a change" in error
 
 
 def test_an_expired_certificate_and_a_wrong_clock_are_named(state: Path, authority: Authority) -> None:

@@ -252,7 +252,7 @@ def _handshake(directory: Path, server: str, now: float) -> Iterator[tuple[str, 
             yield ERROR, f"{server} requires TLS, but this device has no certificate; enrol it with a token"
             return
         with grpc.insecure_channel(server) as channel:
-            yield from _health(channel, server)
+            yield from _health(channel, server, "check that the port is the server's")
         return
     credentials = load_credentials(directory / DEVICE_FOLDER)
     try:
@@ -265,7 +265,10 @@ def _handshake(directory: Path, server: str, now: float) -> Iterator[tuple[str, 
         yield ERROR, f"the TLS handshake with {server} failed: {why}; it may serve plain text, or be another program"
         return
     with grpc.secure_channel(server, credentials.channel()) as channel:
-        yield from _health(channel, server)
+        todo = (
+            "it may not admit this device's certificate any more, as after a change of its CA: enrol the device again "
+        )
+        yield from _health(channel, server, f"{todo}with a new token; or the port is not the server's")
 
 
 def _certificate_of(server: str, identity: Path, authorities: bytes, now: float) -> Iterator[tuple[str, str]]:
@@ -286,21 +289,21 @@ def _certificate_of(server: str, identity: Path, authorities: bytes, now: float)
 def _todo(error: ssl.SSLCertVerificationError, server: str) -> str:
     if error.verify_code in (62, 64):  # host name, IP address
         return (
-            f"its certificate has another name; use a name of the certificate, or have the operator run "
-            f"`fleetdistill pki renew-server --host {server.rpartition(':')[0]}`"
+            "its certificate has other names; use one of them, or have the operator run `fleetdistill pki renew-server "
+            f"--names` with those and {server.rpartition(':')[0]}"
         )
     if error.verify_code in (9, 10):  # not yet valid, expired
         return "set this machine's clock if it is wrong, or have the operator run `fleetdistill pki renew-server`"
     return "it may be another server; if its CA was replaced, enrol the device again with a new token"
 
 
-def _health(channel: grpc.Channel, server: str) -> Iterator[tuple[str, str]]:
+def _health(channel: grpc.Channel, server: str, todo: str) -> Iterator[tuple[str, str]]:
     call = channel.unary_unary(_HEALTH, lambda request: request, lambda reply: reply)
     try:
         with errors_of(server):
             status = call(b"", timeout=_SECONDS)
     except LinkError as error:
-        yield ERROR, f"{error}: it accepts connections, but does not answer calls; check that the port is the server's"
+        yield ERROR, f"{error}: it accepts connections, but does not answer calls; {todo}"
         return
     if status == _SERVING:
         yield OK, f"{server} replies and is serving (protocol v1)"

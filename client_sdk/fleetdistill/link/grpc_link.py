@@ -388,7 +388,8 @@ def _translate(error: Any, server: str) -> FleetDistillError:
 
 
 _BAD_CERTIFICATE = (
-    "its certificate is not from a trusted CA, not for this host name, or expired; `fleetdistill doctor` tells which"
+    "its certificate is not from a trusted CA, as after a change of its CA, not for this host name, or expired; on a "
+    "device, `fleetdistill doctor` tells which"
 )
 _NOTHING_LISTENS = "nothing listens on this port; check the port, and whether the server is running"
 _TIMED_OUT = "the connection timed out; check the address, and firewalls on the way"
