@@ -299,7 +299,10 @@ def test_the_end_of_a_rotation_names_whom_it_shuts_out_and_asks(place: Place) ->
     place.store.credentials.revoke("device:gone", "")
     pki, here = place.work / "pki", ["--store", str(place.work / "store")]
     assert "only one CA" in run("pki", "forget-old-ca", "--pki", str(pki), *here, code=1)
+    place.store.credentials.add_tokens({b"old": ""}, "", time.time() + 60)
+    place.store.database.write("UPDATE tokens SET created_at = created_at - 10")
     new = rotate_authority(pki)
+    place.store.credentials.add_tokens({b"new": ""}, "", time.time() + 60)
     add_certificate(place, new, "renewed")
     new.issue_person(Role.OPERATOR, "olga", 1.0, pki / "olga-again")
     before = (pki / "ca.pem").read_bytes()
@@ -308,8 +311,11 @@ def test_the_end_of_a_rotation_names_whom_it_shuts_out_and_asks(place: Place) ->
     assert (pki / "ca.pem").read_bytes() == before
     assert "devices with a certificate of the old CA only, who will be shut out: 1: old\n" in done.output
     assert "shut out: 2: operator otto, viewer vera\n" in done.output
+    assert "open enrolment tokens of the old CA, which will be revoked: 1\n" in done.output
     run("pki", "forget-old-ca", "--pki", str(pki), *here, "--yes")
     assert len((pki / "ca.pem").read_bytes()) < len(before)
+    tokens = json.loads(run("enrol", "--list", "--json", *here[:2]))
+    assert [token["state"] for token in tokens] == ["revoked", "open"]
     assert json.loads(place.calls()[0]["arguments"]) == {"shut_out": ["operator otto", "viewer vera", "device old"]}
 
 

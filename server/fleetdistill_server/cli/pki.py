@@ -138,7 +138,8 @@ def pki_forget_old_ca(
 ) -> None:
     """Completes a CA rotation: the old CA is no longer accepted. Example: fleetdistill pki forget-old-ca
 
-    Lists the devices, operators and viewers who still have a certificate of the old CA and would be shut out.
+    Lists the devices, operators and viewers who still have a certificate of the old CA and would be shut out. Revokes
+    the open enrolment tokens that contain the old CA.
     """
     check_rotation(pki)
     opened = open_store(store) if has_store(store) else None
@@ -151,6 +152,7 @@ def pki_forget_old_ca(
         typer.confirm("Stop accepting certificates of the old CA?", abort=True)
     forget_old_authority(pki)
     if opened is not None:
+        opened.credentials.revoke_open_tokens(Authority(pki).created_at)
         opened.operator_calls.add(local_call("ForgetOldCa", {"shut_out": out.names}), Outcome().words)
     typer.echo(f"{pki}: only certificates of the new CA are accepted")
 

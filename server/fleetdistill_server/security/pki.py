@@ -68,6 +68,11 @@ class Authority:
         return self._own.public_bytes(serialization.Encoding.DER)
 
     @property
+    def created_at(self) -> float:
+        """When the signing CA was created, in seconds since 1970; tokens from before contain another one."""
+        return self._own.not_valid_before_utc.timestamp() + _BACKDATED_SECONDS
+
+    @property
     def is_rotating(self) -> bool:
         """Whether a CA rotation is in progress: certificates of an old CA are accepted too."""
         return len(self._certificates) > 1

@@ -123,10 +123,12 @@ class ShutOut:
     Attributes:
         devices: Ids of devices that have not renewed their certificates.
         people: Operators and viewers whose identities are in the PKI's directory, as `role name`.
+        tokens: Number of open enrolment tokens, which contain the old CA.
     """
 
     devices: list[str]
     people: list[str]
+    tokens: int
 
     @property
     def names(self) -> list[str]:
@@ -140,6 +142,7 @@ class ShutOut:
             listed = f": {', '.join(names[:_LISTED])}{more}" if names else ""
             yield f"{what} with a certificate of the old CA only, who will be shut out: {len(names) or 'none'}{listed}"
         yield "people whose identities were written elsewhere with --out are not known here"
+        yield f"open enrolment tokens of the old CA, which will be revoked: {self.tokens or 'none'}"
 
 
 def check_rotation(pki: Path) -> None:
@@ -155,8 +158,10 @@ def shut_out(pki: Path, store: Store | None) -> ShutOut:
         pki: Directory of the PKI.
         store: The server's store, which has the devices' certificates; None if there is none.
     """
-    authority = x509.load_der_x509_certificate(Authority(pki).der)
+    signing = Authority(pki)
+    authority = x509.load_der_x509_certificate(signing.der)
     devices = [] if store is None else sorted(_old_devices(store, authority))
+    tokens = 0 if store is None else store.credentials.count_open_tokens(signing.created_at)
     identities = [
         (holder, pem)
         for holder, pem in _identities(pki)
@@ -165,7 +170,7 @@ def shut_out(pki: Path, store: Store | None) -> ShutOut:
     old, new = set[str](), set[str]()
     for holder, pem in identities:
         (new if _is_signed(pem, authority) else old).add(f"{holder.role} {holder.name}")
-    return ShutOut(devices, sorted(old - new))
+    return ShutOut(devices, sorted(old - new), tokens)
 
 
 def is_last_operator(pki: Path, store: Store, name: str) -> bool:

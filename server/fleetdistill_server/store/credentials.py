@@ -12,6 +12,8 @@ from fleetdistill_server.texts import shorten
 
 REVOKED = "EXISTS (SELECT 1 FROM revocations WHERE subject = 'device:' || device)"
 """SQL condition for statements on `devices`: true if the row's device has been revoked."""
+_OPEN = "device IS NULL AND revoked = 0 AND created_at < ? AND expires_at > ?"
+"""SQL condition for statements on `tokens`: created before a time, and of use to a device now."""
 
 
 class Credentials:
@@ -35,6 +37,14 @@ class Credentials:
     def tokens(self) -> list[Token]:
         """Returns all enrolment tokens, oldest first."""
         return list(map(Token.from_row, self._db.rows("SELECT * FROM tokens ORDER BY created_at, hash")))
+
+    def count_open_tokens(self, before: float) -> int:
+        """Returns how many tokens created before a time a device can still use."""
+        return int(self._db.value(f"SELECT count(*) FROM tokens WHERE {_OPEN}", before, time.time()))
+
+    def revoke_open_tokens(self, before: float) -> None:
+        """Revokes the tokens created before a time that a device can still use."""
+        self._db.write(f"UPDATE tokens SET revoked = 1 WHERE {_OPEN}", before, time.time())
 
     def has_device(self, device: str) -> bool:
         """Returns whether a device with this id has enrolled or has checked in to any run."""
