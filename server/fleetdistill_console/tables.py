@@ -43,9 +43,18 @@ def show(view: View, as_json: bool, make_tables: Callable[[View], Tables] = tabl
     if as_json:
         typer.echo(view.json())
     else:
-        console = open_console()
-        # Without a terminal, a long text above the tables stays on its line, for grep; cells are wrapped all the same.
-        console.print(*make_tables(view), sep="\n\n", soft_wrap=not console.is_terminal)
+        print_all(open_console(), make_tables(view))
+
+
+def print_all(console: Console, shown: Tables) -> None:
+    """Prints tables and texts. Without a terminal lines have no spaces at their ends."""
+    if console.is_terminal:
+        console.print(*shown, sep="\n\n")
+        return
+    with console.capture() as capture:
+        # A long text above the tables stays on its line, for grep; cells are wrapped all the same.
+        console.print(*shown, sep="\n\n", soft_wrap=True)
+    typer.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
 def _display_row(row: TableRow) -> TableRow:

@@ -75,6 +75,13 @@ def test_a_long_reason_is_whole_and_an_events_text_is_wrapped(directory: Path) -
     assert [word for word in events if word.startswith("word")] == reason.split()
 
 
+def test_lines_of_piped_tables_end_with_their_text(directory: Path) -> None:
+    call("runs", "pause", RUN, "--store", str(directory))
+    for words in (["runs", "show", RUN], ["operators"]):
+        code, said = call(*words, "--store", str(directory))
+        assert (code, [line for line in said.splitlines() if line != line.rstrip()]) == (0, [])
+
+
 def test_a_store_that_is_replaced_is_opened_anew(directory: Path, tmp_path: Path) -> None:
     opened = LocalStore(directory)
     assert [row["run"] for row in opened.runs().lists["runs"]] == [RUN]

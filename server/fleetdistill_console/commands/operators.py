@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fleetdistill.printable import printable
-from fleetdistill_console.tables import open_console
+from fleetdistill_console.tables import open_console, print_all
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
     IdentityOption,
@@ -63,7 +63,7 @@ def operators(
         typer.echo(View(result.lists).json())
         return
     console = open_console()
-    console.print(table(result.lists["operators"], console.width))
+    print_all(console, [table(result.lists["operators"], console.width)])
     if result.facts["more"]:
         typer.echo(f"there are older calls: --before {result.lists['operators'][-1]['id']}")
 
