@@ -202,6 +202,16 @@ def receive_all(socket: ClientConnection) -> None:
         socket.recv(timeout=PATIENCE_SECONDS)
 
 
+def test_an_unknown_address_is_a_page_with_links(address: str) -> None:
+    with client(address) as opened:
+        opened.post("/login", data={"token": TOKEN})
+        reply = opened.get("/run/digits")
+        assert (reply.status_code, "nonce-" in reply.headers["Content-Security-Policy"]) == (404, True)
+        assert "There is no page /run/digits." in reply.text
+        assert opened.get("/static/nothing.css").status_code == 404
+        assert "Page not found" not in client(address).get("/run/digits").text, "strangers learn of no page"
+
+
 def test_sign_out_ends_session_copied_cookie_and_websockets(address: str) -> None:
     with client(address) as opened, client(address) as other:
         for item in (opened, other):

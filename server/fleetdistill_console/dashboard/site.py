@@ -17,6 +17,7 @@ from nicegui import ui
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fleetdistill_console.dashboard.board import Board
+from fleetdistill_console.dashboard.layout import frame
 from fleetdistill_console.dashboard.pages import compare, device, run, runs, server
 from fleetdistill_console.dashboard.session import Access, protect
 
@@ -116,3 +117,9 @@ def register(board: Board) -> None:
     @ui.page("/compare")
     def compare_page(runs: str = "") -> None:
         compare.show(board, [item for item in runs.split(",") if item])
+
+    @ui.page("/{path:path}")  # the last one, for every other address
+    def missing_page(path: str) -> None:
+        ui.status_code(404)
+        with frame(board, "Page not found", [("Runs", "/")]):
+            ui.label(f"There is no page /{path}. Runs, Compare and Server are above.").classes("fd-empty")
