@@ -9,17 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.secured import make_pki
+from support.secured import device_credentials, make_pki
 
-from fleetdistill_server.security.certificates import Role
-from fleetdistill_server.security.pki import forget_old_authority, rotate_authority
+from fleetdistill_server.security.certificates import Role, holder_of
+from fleetdistill_server.security.pki import Authority, forget_old_authority, rotate_authority
 from fleetdistill_server.security.revocation import is_last_operator, revoke_device, revoke_person
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.operator_calls import Call
 from fleetdistill_server.store.records import Certificate
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views.server import server
+from fleetdistill_server.views.reading import Query, read
+from fleetdistill_server.views.server import OF_FORGOTTEN_CA, server
 
 DAY = 86_400.0
 
@@ -109,6 +110,39 @@ def test_an_identity_of_a_forgotten_ca_is_not_called_valid(tmp_path: Path) -> No
     assert states() == ["valid", "of a forgotten CA, not admitted"]
     assert is_last_operator(pki, store, "new")
     store.close()
+
+
+def test_a_device_of_a_forgotten_ca_is_marked(tmp_path: Path) -> None:
+    pki, store = tmp_path / "pki", Store.open(tmp_path / "store")
+    authority = make_pki(pki)
+    (tmp_path / "store" / serve_lock.SERVED_FILE).write_text(f"[server]\npki = {str(pki)!r}\n")
+    store.runs.begin("digits", {})
+    for name in ("old", "renewed"):
+        store.devices.register("digits", name, b"", b"")
+        add_device(store, authority, name)
+    add_device(store, rotate_authority(pki), "renewed")
+
+    def marks() -> tuple[list[str], list[tuple[str, str]]]:
+        listed = read(store, tmp_path / "store", Query("devices")).lists["devices"]
+        certificates = server(store, tmp_path / "store").lists["certificates"]
+        return [row["certificate"] for row in listed], [
+            (row["device"], row["state"]) for row in certificates if row["device"]
+        ]
+
+    assert marks() == (["", ""], [])
+    forget_old_authority(pki)
+    assert marks() == ([OF_FORGOTTEN_CA, ""], [("old", OF_FORGOTTEN_CA)])
+    store.close()
+
+
+def add_device(store: Store, authority: Authority, name: str) -> None:
+    pem = device_credentials(authority, name).chain
+    holder = holder_of(pem)
+    assert holder is not None
+    times = {"issued_at": time.time(), "expires_at": holder.expires_at}
+    store.credentials.add_certificate(
+        Certificate(serial=holder.serial, public_key=holder.public_key, pem=pem, device=name, run="", **times)
+    )
 
 
 def test_an_expired_certificate_of_the_server_is_a_problem(tmp_path: Path) -> None:

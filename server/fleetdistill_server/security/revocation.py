@@ -230,6 +230,13 @@ def is_accepted(pem: bytes, accepted: Sequence[x509.Certificate]) -> bool:
     return any(_is_signed(pem, authority) for authority in accepted)
 
 
+def of_forgotten_ca(pki: Path, store: Store) -> set[str]:
+    """Returns the devices whose newest certificate is of a CA that a PKI no longer accepts, told by the CA's name."""
+    accepted = {authority.subject.rfc4514_string() for authority in accepted_authorities(pki)}
+    newest = [holder_of(certificate.pem) for certificate in store.credentials.newest_certificates() if accepted]
+    return {holder.name for holder in newest if holder is not None and holder.issuer not in accepted}
+
+
 def is_of_old_ca(pki: Path, identity: Path) -> bool:
     """Returns whether an identity's certificate is not of the PKI's current CA."""
     authority = x509.load_der_x509_certificate(Authority(pki).der)

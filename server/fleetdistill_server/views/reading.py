@@ -10,7 +10,7 @@ from pathlib import Path
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.version import VERSION
 from fleetdistill_server.security.tokens import load_enrol_port
-from fleetdistill_server.service.serve_lock import SERVED_FILE, serving
+from fleetdistill_server.service.serve_lock import SERVED_FILE, last_served, serving
 from fleetdistill_server.service.served import may_be_present, served
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import when
@@ -79,6 +79,15 @@ def _about(store: Store, directory: Path, query: Query) -> View:
     return View({}, {"version": VERSION, **facts, "served_run": None if served_now is None else served_now.run})
 
 
+def _devices(store: Store, directory: Path, query: Query) -> View:
+    result = runs.devices(store, query.run or None, served=may_be_present(directory, store))
+    started = last_served(directory)
+    forgotten = set() if started is None else server.devices_of_forgotten_ca(started.server, store)
+    for row in result.lists["devices"]:
+        row["certificate"] = server.OF_FORGOTTEN_CA if row["device"] in forgotten else ""
+    return result
+
+
 def _events(store: Store, directory: Path, query: Query) -> View:
     wanted = {"kind": query.kind, "device": query.device, "text": query.text, "most": query.most}
     return overview.events(store, query.run, before=query.before, **wanted)  # type: ignore[arg-type]
@@ -106,9 +115,7 @@ VIEWS: Mapping[str, ViewReader] = {
     "run": lambda store, directory, query: runs.run(
         store, query.run, served(directory, store), present=may_be_present(directory, store)
     ),
-    "devices": lambda store, directory, query: runs.devices(
-        store, query.run or None, served=may_be_present(directory, store)
-    ),
+    "devices": _devices,
     "overview": lambda store, directory, query: overview.overview(
         store, served(directory, store), present=may_be_present(directory, store)
     ),

@@ -14,7 +14,7 @@ from fleetdistill.link.credentials import IDENTITY, split
 from fleetdistill.version import VERSION
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.security.certificates import Role
-from fleetdistill_server.security.revocation import accepted_authorities, is_accepted
+from fleetdistill_server.security.revocation import accepted_authorities, is_accepted, of_forgotten_ca
 from fleetdistill_server.service.process_state import FRONT, read_processes
 from fleetdistill_server.service.serve_lock import last_served, serving
 from fleetdistill_server.service.served import Served, served
@@ -56,7 +56,7 @@ def server(store: Store, directory: Path) -> View:
     started = last_served(directory)
     section = ServerSection() if started is None else started.server
     works = served(directory, store)
-    certificates = [*_own_certificates(section, store), *_device_certificates(store)]
+    certificates = [*_own_certificates(section, store), *_device_certificates(section, store)]
     lists = {
         "processes": _processes(directory) if served_now is not None else [],
         "queue": _queue(store, works),
@@ -155,8 +155,15 @@ def _certificate_in(path: Path) -> bytes:
         return b""
 
 
-def _device_certificates(store: Store) -> list[TableRow]:
-    """Returns the certificates of devices that should have renewed them, and are not revoked."""
+def devices_of_forgotten_ca(section: ServerSection, store: Store) -> set[str]:
+    """Returns the devices that the server does not admit, because their certificates are of a CA that it forgot."""
+    tls = section.tls()
+    return set() if tls is None else of_forgotten_ca(tls.directory, store)
+
+
+def _device_certificates(section: ServerSection, store: Store) -> list[TableRow]:
+    """Returns the certificates of devices that should have renewed them, or are not admitted, and are not revoked."""
+    forgotten = devices_of_forgotten_ca(section, store)
     revoked = {revocation.subject for revocation in store.credentials.revocations()}
     rows = [
         _certificate(
@@ -168,7 +175,10 @@ def _device_certificates(store: Store) -> list[TableRow]:
         for certificate in store.credentials.newest_certificates()
         if f"{Role.DEVICE}:{certificate.device}" not in revoked
     ]
-    return [row for row in rows if row["state"] in _DUE][:_MOST]
+    for row in rows:
+        if row["device"] in forgotten:
+            row["state"] = OF_FORGOTTEN_CA
+    return [row for row in rows if row["state"] in (*_DUE, OF_FORGOTTEN_CA)][:_MOST]
 
 
 def _certificate(holder: str, device: str, ends: float, soon: float) -> TableRow:
