@@ -85,12 +85,15 @@ def test_grid_is_the_product_of_its_axes(tmp_path: Path) -> None:
     assert list(experiment.points) == ["alpha 0.1, all", "alpha 0.1, half", "alpha 1.0, all", "alpha 1.0, half"]
     cells = experiment.cells()
     assert len(cells) == 2 * 4 * 3
-    assert [(cell.simulation.seed, cell.point, cell.label) for cell in cells[:4]] == [
+    assert [(cell.simulation.seed, cell.point, cell.label) for cell in cells[:7]] == [
         (0, "alpha 0.1, all", "FedAvg"),
         (0, "alpha 0.1, all", "fedprox"),
         (0, "alpha 0.1, all", "one exchange"),
+        (1, "alpha 0.1, all", "FedAvg"),
+        (1, "alpha 0.1, all", "fedprox"),
+        (1, "alpha 0.1, all", "one exchange"),
         (0, "alpha 0.1, half", "FedAvg"),
-    ]
+    ], "a p value needs all seeds of a grid point, and no other point"
     half = next(cell.simulation for cell in cells if cell.point == "alpha 1.0, half" and cell.label == "fedprox")
     assert (half.method, half.alpha, half.devices, half.devices_per_round) == ("fedprox", 1.0, 6, 3)
     assert dict(half.settings) == {"local_epochs": 1, "batch_size": 8, "mu": 0.5}

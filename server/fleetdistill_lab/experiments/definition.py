@@ -246,7 +246,9 @@ class Experiment:
         return section != "method" or name in self._settings_of(label)
 
     def cells(self, tuned: Mapping[tuple[str, str], Any] | None = None) -> list[Cell]:
-        """Returns all cells, seeds outermost, so that a stopped experiment has whole seeds.
+        """Returns all cells in the order of their runs: a stopped experiment has whole grid points.
+
+        A difference and its p value need all seeds of a grid point, and no other point.
 
         Args:
             tuned: Chosen values by label and grid point.
@@ -258,8 +260,8 @@ class Experiment:
         key, chosen = "" if self.tune is None else _full(self.tune.setting), tuned or {}
         return [
             self._cell(label, point, seed, {key: chosen[label, point]} if (label, point) in chosen else {})
-            for seed in self.seeds
             for point in self.points
+            for seed in self.seeds
             for label in self.methods
         ]
 
