@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -339,6 +340,34 @@ def test_killed_experiment_continues_to_the_same_results(done, tmp_path: Path) -
     lock.close()
     run_experiment(experiment(), tmp_path)
     assert figures(tmp_path) == figures(folder)
+
+
+@pytest.mark.cold_start
+def test_run_ends_with_its_killed_experiment(tmp_path: Path) -> None:
+    """Its round lasts for years; a run holds the experiment's lock until its process has ended."""
+    code = (
+        "import sys; from pathlib import Path; from experiments.test_runner import TINY, experiment; "
+        "from fleetdistill_lab.experiments.runner import run_experiment; "
+        "long = experiment(sections={'simulation': TINY, 'method': {'local_epochs': 10**9}}); "
+        "run_experiment(long, Path(sys.argv[1]), on_progress=lambda done: print(done.total, flush=True))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert [process.stdout.readline() for _ in range(2)] == ["4\n", "4\n"], "the run's process is in its round"
+            process.kill()
+            until = time.monotonic() + 60
+            while (lock := lock_file(tmp_path / "lock")) is None:
+                assert time.monotonic() < until, "the run's process has not ended"
+                time.sleep(0.1)
+            lock.close()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.long
