@@ -539,6 +539,42 @@ def test_page_stands_alone_and_says_what_is_missing(tmp_path: Path) -> None:
     assert re.search(r"FedProx +\d", again.stdout)
 
 
+@pytest.mark.pictures
+def test_report_follows_an_edited_file(done, tmp_path: Path) -> None:
+    """The folder has the runs of FedAvg and FedProx with seeds 0 and 1; the file now has another grid and target."""
+    folder, _ = done
+    shutil.copytree(folder, tmp_path / "out", dirs_exist_ok=True)
+    settings = "simulation = { devices = 2, rounds = 2, train_limit = 60, test_limit = 40, score = 'devices' }"
+    file = tmp_path / "tiny.toml"
+    file.write_text(
+        f"""
+        seeds = [0, 1]
+        metrics = ["accuracy", "rounds_to_target"]
+        target = {{ metric = "global", level = 2.0 }}
+        {settings}
+        grid = {{ alpha = [0.5, 1.0] }}
+        [methods.FedProx]
+        method = "fedprox"
+        """
+    )
+    said = call("report", str(file), "--out", str(tmp_path / "out"))
+    assert said.exit_code == 0, said.output
+    assert re.search(r"FedProx +\d\S* ± \S+ +not run", said.stdout), "alpha is 0.5 by default"
+    assert re.search(r"FedProx +never +not run", said.stdout), "no accuracy reaches 2"
+    assert "FedAvg" not in said.stdout.split("Mean ±")[0]
+    assert "2 cells not run yet" in said.stdout
+    assert "alpha = [0.5, 1.0]" in (tmp_path / "out/report/index.html").read_text()
+    assert len(pandas.read_parquet(tmp_path / "out/parquet/cells.parquet")) == 4
+    with lock_file(tmp_path / "out/lock") or pytest.fail("locked"):
+        assert call("report", str(file), "--out", str(tmp_path / "out")).exit_code == 0, "as it is while it runs"
+        file.write_text(file.read_text().replace("[0.5, 1.0]", "[0.5]"))
+        assert "the experiment is running in" in call("report", str(file), "--out", str(tmp_path / "out")).stderr
+    tuned = "tune = { setting = 'method.learning_rate', values = [0.1, 0.2] }\n"
+    file.write_text(tuned + file.read_text())
+    said = call("report", str(file), "--out", str(tmp_path / "out"))
+    assert "2 runs that tune a setting are missing" in said.stderr
+
+
 def test_packaged_experiments_are_listed_and_shown(tmp_path: Path) -> None:
     assert "FedDKC, Tables 5 to 7" in call("list").stdout
     shown = call("show", "one-exchange").stdout

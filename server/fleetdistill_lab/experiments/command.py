@@ -274,12 +274,17 @@ def report(
 ) -> None:
     """Writes the report of the finished runs again. Example: fleetdistill experiment report feddkc-tables-5-7
 
-    The page report/index.html needs no other file; beside it are tables as CSV and LaTeX and figures as PDF and SVG.
+    It follows an edited file, and says what has not run of it. The page report/index.html needs no other file; beside
+    it are tables as CSV and LaTeX and figures as PDF and SVG.
     """
     from fleetdistill_lab.experiments.definition import find_experiment, read_experiment
+    from fleetdistill_lab.experiments.runner import follow_edits
 
-    experiment = read_experiment(find_experiment(file), scale)
-    _write_report(experiment, _folder(out, experiment))
+    path = find_experiment(file)
+    experiment = read_experiment(path, scale)
+    folder = _folder(out, experiment)
+    follow_edits(experiment, folder, path.read_text(encoding="utf-8"))
+    _write_report(experiment, folder)
 
 
 def _write_report(experiment: Experiment, folder: Path) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import tomli_w
 
@@ -24,9 +24,10 @@ from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.state.file_lock import lock_file
 from fleetdistill_lab.experiments.definition import Cell, Experiment
 from fleetdistill_lab.experiments.process import SETTINGS, round_seconds
-from fleetdistill_lab.experiments.results import Results
+from fleetdistill_lab.experiments.results import Results, open_results
+from fleetdistill_server.texts import counted
 
-__all__ = ["Progress", "Times", "run_experiment"]
+__all__ = ["Progress", "Times", "follow_edits", "run_experiment"]
 
 _LOG = "errors.log"
 
@@ -128,11 +129,7 @@ def run_experiment(
         raise ConfigurationError(f"workers is {workers}, must be at least 1")
     tried = experiment.tuning_cells()
     cells = experiment.cells()
-    out.mkdir(parents=True, exist_ok=True)
-    lock = lock_file(out / "lock")
-    if lock is None:
-        raise DataError(f"the experiment is running in {out}; wait for it, or choose another --out folder")
-    with lock, closing(Results(out)) as results:
+    with _lock(out) as lock, closing(Results(out)) as results:
         run = _Run(experiment, results, workers, overwrite, data_dir, lock.fileno(), on_progress)
         try:
             results.begin(experiment, cells, definition)
@@ -144,6 +141,46 @@ def run_experiment(
         finally:
             results.save_parquet()
     return cells
+
+
+def _lock(out: Path) -> IO[Any]:
+    out.mkdir(parents=True, exist_ok=True)
+    lock = lock_file(out / "lock")
+    if lock is None:
+        raise DataError(f"the experiment is running in {out}; wait for it, or choose another --out folder")
+    return lock
+
+
+def follow_edits(experiment: Experiment, out: Path, definition: str) -> None:
+    """Gives the results in `out` the cells and the target of an experiment's file if it was edited; runs nothing.
+
+    Args:
+        experiment: The experiment.
+        out: Folder of the experiment.
+        definition: Text of its file.
+
+    Raises:
+        ConfigurationError: The folder has no results.
+        DataError: The experiment is running in `out`, or values of its tuned setting have not been tried.
+    """
+    with open_results(out) as results:
+        if (stored := next(iter(results.database["experiment"].rows), None)) is not None and (
+            (stored["scale"], stored["definition"]) == (experiment.scale, definition)
+        ):
+            return
+        tried = experiment.tuning_cells()
+        with _lock(out):
+            if missing := {cell.run for _, cell in tried} - results.runs().keys():
+                raise DataError(
+                    f"the file of {experiment.name} was edited, and {counted(len(missing), 'run')} that tune a setting "
+                    "are missing; make them with `fleetdistill experiment run`"
+                )
+            cells = experiment.cells(results.tune(experiment, tried))
+            results.begin(experiment, cells, definition)
+            for run in results.finished() & {cell.run for cell in cells}:
+                if (out / "runs" / run / "report.json").exists():
+                    results.measure(run, _read_report(out / "runs" / run), experiment.target)
+            results.save_parquet()
 
 
 @dataclass(frozen=True)
