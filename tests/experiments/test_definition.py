@@ -135,6 +135,8 @@ def test_scale_replaces_parts_of_the_file(tmp_path: Path) -> None:
     assert (experiment.scale, list(experiment.seeds)) == ("small", [7])
     assert list(experiment.points) == ["alpha 0.5, all", "alpha 0.5, half"]
     assert dict(experiment.cells()[0].simulation.settings) == {"local_epochs": 1, "learning_rate": 0.1}
+    assert experiment.printed == {"accuracy": {}}, "the source has no alpha 0.5"
+    assert experiment.printed_elsewhere == {"accuracy": {"FedAvg": {"alpha 0.1, all": 61.5}}}
 
 
 def test_cells_with_the_same_settings_share_a_run() -> None:

@@ -241,12 +241,17 @@ def test_page_says_settings_by_point_and_kinds_in_words(done, tmp_path: Path) ->
         )
     grid = {"alpha": {f"alpha {alpha}": {"simulation.alpha": float(alpha)} for alpha in (1, 2)}}
     of_paper = {"scale": "small", "printed": {"accuracy": {"FedAvg": {"alpha 1": 61.5}}}}
+    of_paper["printed_elsewhere"] = {"accuracy": {"FedAvg": {"MNIST": 97.5}, "FedProx": {"MNIST": 98, "SVHN": 80}}}
     changed = experiment(seeds=[0], grid=grid, metrics=["accuracy", "top_k"], **of_paper)
     with open_results(tmp_path) as results:
         written = write_report(changed, results, tmp_path / "report")
     text, said = written.page.read_text(), " ".join(written.warnings)
     assert "<caption>Top-3 accuracy of the devices" in text
-    assert written.tables[1].title.startswith("Top-3 accuracy")
+    assert written.tables[1].title.endswith("as the source prints it")
+    assert list(written.tables[1].header) == ["", "MNIST", "SVHN"]
+    assert written.tables[1].rows == [["FedAvg", "97.5", ""], ["FedProx", "98", "80"]]
+    assert "<th>MNIST</th><th>SVHN</th>" in text
+    assert written.tables[2].title.startswith("Top-3 accuracy")
     assert "Not all runs" not in said, "a run of no cell, such as one of an earlier definition, has other versions"
     assert "<th>in the source, at its scale</th>" in text
     assert "Values in the source are of its own data sets, networks and rounds; these runs have the scale small" in said

@@ -189,6 +189,7 @@ class Experiment:
         grid: For each axis, the settings of its points by their name.
         claims: What the source says of the methods' order.
         printed: Values that the source prints, by metric, label and grid point.
+        printed_elsewhere: Those of the source's grid points that the scale does not have.
     """
 
     name: str
@@ -206,6 +207,7 @@ class Experiment:
     grid: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     claims: Sequence[Claim] = ()
     printed: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    printed_elsewhere: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
 
     @property
     def points(self) -> dict[str, dict[str, Any]]:
@@ -351,15 +353,22 @@ class Experiment:
         ]
 
     def without_other_points(self, others: Iterable[str]) -> Experiment:
-        """Returns a copy without printed values and claims about grid points that only another scale has."""
+        """Returns a copy without claims about grid points of another scale only, whose printed values are apart."""
         gone = {point for point in others if point not in self.points}
-        printed = {
-            metric: {label: {p: value for p, value in values.items() if p not in gone} for label, values in of.items()}
-            for metric, of in self.printed.items()
-        }
+        here, elsewhere = (
+            {
+                metric: {
+                    label: chosen
+                    for label, values in of.items()
+                    if (chosen := {point: value for point, value in values.items() if (point in gone) == is_gone})
+                }
+                for metric, of in self.printed.items()
+            }
+            for is_gone in (False, True)
+        )
         kept = [(claim, [point for point in claim.at if point not in gone]) for claim in self.claims]
         claims = [claim.model_copy(update={"at": at}) for claim, at in kept if at or not claim.at]
-        return replace(self, printed=printed, claims=claims)
+        return replace(self, printed=here, printed_elsewhere=elsewhere, claims=claims)
 
     def _methods(self) -> list[str]:
         return list(dict.fromkeys(entry.method or label for label, entry in self.methods.items()))

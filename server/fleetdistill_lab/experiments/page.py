@@ -32,6 +32,7 @@ from fleetdistill_lab.experiments.tables import (
     claim_table,
     format_value,
     model_table,
+    printed_table,
     save_csv,
     save_latex,
     short_table,
@@ -218,7 +219,8 @@ def _with_k(ks: Collection[int | None], table: Table) -> Table:
 
 def source_lines(experiment: Experiment) -> list[str]:
     """Returns that printed values are of another scale than the runs, if they are."""
-    if experiment.scale == SCALE or not any(of for by_label in experiment.printed.values() for of in by_label.values()):
+    printed = (*experiment.printed.values(), *experiment.printed_elsewhere.values())
+    if experiment.scale == SCALE or not any(of for by_label in printed for of in by_label.values()):
         return []
     return [
         f"Values in the source are of its own data sets, networks and rounds; these runs have the scale "
@@ -249,6 +251,9 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         table = with_k(summary_table(metric, summaries, reference, printed, note, source))
         short.append(with_k(short_table(metric, summaries, printed)))
         tables.tables.append(writer.table(table, f"metric-{metric}", summaries))
+        if elsewhere := experiment.printed_elsewhere.get(metric):
+            tables.tables.append(with_k(printed_table(metric, elsewhere)))
+            short.append(tables.tables[-1])
     claims = _Section(
         "The order in the source",
         [

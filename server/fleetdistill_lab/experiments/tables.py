@@ -25,6 +25,7 @@ __all__ = [
     "claim_table",
     "format_value",
     "model_table",
+    "printed_table",
     "rich_table",
     "save_csv",
     "save_latex",
@@ -151,6 +152,13 @@ def summary_table(
                 row.append("" if value is None else f"{value:g}")
         rows.append(row)
     return Table(METRICS[metric].title, header, rows, frozenset(strong), note)
+
+
+def printed_table(metric: str, printed: Mapping[str, Mapping[str, float]]) -> Table:
+    """Returns the table of values that the source prints, by label and by grid points of its own scale."""
+    points = list(dict.fromkeys(point for of in printed.values() for point in of))
+    rows = [[label, *(f"{of[point]:g}" if point in of else "" for point in points)] for label, of in printed.items()]
+    return Table(f"{METRICS[metric].title}, as the source prints it", ("", *points), rows)
 
 
 def _mean_text(one: Summary, metric: str) -> str:
