@@ -317,6 +317,23 @@ def test_latex_escapes_and_emphasizes(tmp_path: Path) -> None:
     assert r"\toprule" in text
 
 
+def test_latex_of_a_grid_fits_a_column_and_a_page(tmp_path: Path) -> None:
+    """Fifteen grid points of two methods: 46 columns, or three lines a point and 40 lines a page."""
+    values = {f"alpha {at}": {"a": {0: 0.5, 1: 0.7}, "b": {0: 0.6, 1: 0.9}} for at in range(15)}
+    finished = {(point, label): 2 for point in values for label in ("a", "b")}
+    save_latex(summary_table("accuracy", summarize(values, "a", finished, 2), "a", {}), tmp_path / "x.tex", "tab:x")
+    first, second, end = (tmp_path / "x.tex").read_text().split(r"\end{table}")
+    assert end.strip() == ""
+    lines = first.splitlines()
+    at = lines.index(r"\multicolumn{4}{l}{alpha 1} \\")
+    assert lines[at + 1] == r"\quad a & 60.0 $\pm$ 14.1 &  &  \\"
+    assert lines[at + 2].startswith(r"\quad b & \textbf{75.0 $\pm$ 21.2} & $+$15.0 $\pm$ 7.1 & ")
+    assert r"\begin{tabular}{lrrr}" in lines
+    assert " & mean & from a & p " in first
+    assert (first.count(r"\multicolumn"), second.count(r"\multicolumn")) == (13, 2)
+    assert (r"\label{tab:x}" in first, r"\label{tab:x-2}" in second, "continued" in second) == (True, True, True)
+
+
 @pytest.mark.pictures
 def test_picture_of_methods_with_and_without_exchanges(tmp_path: Path) -> None:
     figure = draw_lines(lines_of([*ROWS, row("c", "devices", 0, 0.3, 0.0)]), "title")

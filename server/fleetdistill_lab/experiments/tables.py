@@ -6,8 +6,9 @@ import csv
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fleetdistill_lab.experiments.changes import Change
 from fleetdistill_lab.experiments.definition import join_names
@@ -44,6 +45,7 @@ class Table:
         rows: Texts of the cells.
         strong: Rows and columns of the cells to emphasize: the best mean of a column.
         note: What its figures are, for the caption of a table that stands alone.
+        width: Number of columns of each grid point; 0 if the columns are not of grid points.
     """
 
     title: str
@@ -51,6 +53,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     strong: frozenset[tuple[int, int]] = frozenset()
     note: str = ""
+    width: int = 0
 
 
 def format_value(value: float | None, spread: float | None, unit: str, sign: str = "") -> str:
@@ -151,7 +154,8 @@ def summary_table(
                 value = printed.get(label, {}).get(point)
                 row.append("" if value is None else f"{value:g}")
         rows.append(row)
-    return Table(METRICS[metric].title, header, rows, frozenset(strong), note)
+    width = 1 + 2 * has_differences + has_printed
+    return Table(METRICS[metric].title, header, rows, frozenset(strong), note, width)
 
 
 def printed_table(metric: str, printed: Mapping[str, Mapping[str, float]]) -> Table:
@@ -237,32 +241,53 @@ def save_csv(rows: Iterable[ModelRow | Summary | Pair], file: Path) -> None:
 def save_latex(table: Table, file: Path, label: str) -> None:
     """Writes a LaTeX table, which needs the package booktabs.
 
+    A table of grid points with too many columns for a journal's column has the points one below the other, and
+    continues in further tables before it is higher than a page.
+
     Args:
         table: The table.
         file: The file.
-        label: Label of the table, for references.
+        label: Label of the table, for references; those of further tables have a number.
     """
-    import pandas
-
-    rows = [
+    cells = [
         [_strong(text, (at, column) in table.strong) for column, text in enumerate(row)]
         for at, row in enumerate(table.rows)
     ]
-    frame: Any = pandas.DataFrame(rows, columns=[_escape(name) for name in table.header])
-    text: str = frame.to_latex(
-        index=False,
-        escape=False,
-        caption=_escape(". ".join(text for text in (table.title, table.note) if text)),
-        label=label,
-        column_format="l" + "r" * (len(table.header) - 1),
-        position="t",
-    )
-    if len(table.header) > _MAX_COLUMNS:  # as wide as the page
-        text = text.replace("{table}", "{table*}")
-    file.write_text(text, encoding="utf-8")
+    header, caption = table.header, ". ".join(text for text in (table.title, table.note) if text)
+    parts = [[" & ".join(row) for row in cells]]
+    if table.width and len(header) > max(_MAX_COLUMNS, 1 + table.width):
+        each = max(1, _MAX_ROWS // (1 + len(cells)))
+        points = [
+            [
+                rf"\multicolumn{{{1 + table.width}}}{{l}}{{{_escape(header[first])}}}",
+                *(" & ".join([rf"\quad {row[0]}", *row[first : first + table.width]]) for row in cells),
+            ]
+            for first in range(1, len(header), table.width)
+        ]
+        parts = [list(chain(*points[at : at + each])) for at in range(0, len(points), each)]
+        header = ("", "mean", *header[2 : 1 + table.width])
+    kind = "table*" if len(header) > _MAX_COLUMNS else "table"  # as wide as the page, or as a column
+    lines = []
+    for number, rows in enumerate(parts, 1):
+        lines += [
+            rf"\begin{{{kind}}}[t]",
+            rf"\caption{{{_escape(caption if number == 1 else f'{table.title}, continued')}}}",
+            rf"\label{{{label}{f'-{number}' if number > 1 else ''}}}",
+            r"\centering\footnotesize",
+            rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
+            r"\toprule",
+            rf"{' & '.join(map(_escape, header))} \\",
+            r"\midrule",
+            *(rf"{row} \\" for row in rows),
+            r"\bottomrule",
+            r"\end{tabular}",
+            rf"\end{{{kind}}}",
+        ]
+    file.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 _MAX_COLUMNS = 5
+_MAX_ROWS = 40
 _LATEX = {
     "&": r"\&",
     "%": r"\%",
