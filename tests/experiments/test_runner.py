@@ -259,6 +259,8 @@ def test_page_says_settings_by_point_and_kinds_in_words(done, tmp_path: Path) ->
     assert "batch_size = 32, " in text
     assert "<th></th><th>headers</th><th>model</th>" in text
     assert "model_parameters" not in text
+    assert "docs/explanation/privacy.md says what each kind reveals" in text
+    assert "The best mean of a grid point whose runs have all finished is bold." in text
     is_checkout = (Path(__file__).parents[2] / ".git").exists()
     for name in ("python", "numpy", "torch", "processor", *["commit"] * is_checkout):
         assert re.search(f"<td>{name}</td><td>[^<]+</td>", text), name

@@ -234,7 +234,7 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
     lines = [
         f"Mean ± standard deviation over seeds; differences from {reference} are paired by seed, with the p value of "
         "a two-sided paired t test, adjusted by Holm's method for all methods and grid points of the table; those "
-        "that share their runs count once. The best mean of a column whose runs have all finished is bold."
+        "that share their runs count once. The best mean of a grid point whose runs have all finished is bold."
     ]
     lines += [*model_lines(experiment), *source_lines(experiment)]
     note = " ".join(["In percent where a figure is a rate.", *lines])
@@ -329,7 +329,11 @@ def _fleet_sections(experiment: Experiment, results: Results, writer: _Writer) -
     data = _Section("Partitions")
     if not partitions.empty:
         data.figures.append(writer.figure(draw_partitions(partitions), "partitions", "Training rows of each class"))
-    lines = ["Bytes of a device in the whole run by kind of part, mean over runs."]
+    lines = [
+        "Bytes of a device in the whole run by kind of part, mean over runs; headers are what messages have besides "
+        "their tensors. docs/explanation/privacy.md says what each kind reveals, and docs/reference/device.md what the "
+        "columns are."
+    ]
     leaves = _Section("What leaves the device", lines)
     traffic = results.table("traffic")
     if not traffic.empty:
