@@ -552,7 +552,9 @@ def test_report_follows_an_edited_file(done, tmp_path: Path) -> None:
     folder, _ = done
     shutil.copytree(folder, tmp_path / "out", dirs_exist_ok=True)
     settings = "simulation = { devices = 2, rounds = 2, train_limit = 60, test_limit = 40, score = 'devices' }"
-    file = tmp_path / "tiny.toml"
+    file, old = tmp_path / "tiny.toml", tmp_path / "out/report/tables/models-alpha-9.tex"
+    old.parent.mkdir(parents=True)
+    old.touch()
     file.write_text(
         f"""
         seeds = [0, 1]
@@ -566,6 +568,7 @@ def test_report_follows_an_edited_file(done, tmp_path: Path) -> None:
     )
     said = call("report", str(file), "--out", str(tmp_path / "out"))
     assert said.exit_code == 0, said.output
+    assert not old.exists(), "of a grid point that the file no longer has"
     assert re.search(r"FedProx +\d\S* ± \S+ +not run", said.stdout), "alpha is 0.5 by default"
     assert re.search(r"FedProx +never +not run", said.stdout), "no accuracy reaches 2"
     assert "FedAvg" not in said.stdout.split("Mean ±")[0]

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -97,7 +98,8 @@ class _Writer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         for name in ("tables", "figures"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(folder / name, ignore_errors=True)  # those of grid points that the file no longer has
+            (folder / name).mkdir(parents=True)
 
     def table(self, table: Table, name: str, rows: Any) -> Table:
         save_csv(rows, self._folder / "tables" / f"{name}.csv")
