@@ -55,7 +55,7 @@ def test_runs_show_prints_the_last_rounds_and_json_all(directory: Path) -> None:
     given = ("runs", "show", RUN, "--store", str(directory))
     said = call(*given)[1]
     assert "rounds_shown: the last 20 of 23; --json prints all" in said
-    table = said[said.index("rounds (20)") :].partition("\n\n")[0]
+    table = said[said.index("rounds (20)") : said.index("bytes (")]
     first = [line.split()[:1] for line in table.splitlines()]
     assert [int(word) for words in first for word in words if word.isdecimal()] == list(range(4, 24))
     shown = json.loads(call(*given, "--json")[1])

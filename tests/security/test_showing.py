@@ -58,7 +58,7 @@ def play(store: Store) -> None:
             store.history.add_event(RUN, "update-left-out", "far off", number=number, device="a")
         store.history.add_event(RUN, "teacher-guard", "worse")
         used = [ask.id for ask in asks if number < 4 or ask.device == "a"]
-        store.runs.close_round(RUN, number, b"c", used, FIGURES)
+        store.runs.close_round(RUN, number, store.blobs.put_state(b"c"), used, FIGURES)
     store.runs.set_status(RUN, RunStatus.FINISHED, "all rounds done")
 
 

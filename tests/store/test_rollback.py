@@ -232,7 +232,7 @@ def test_unreadable_checkpoint_leaves_run_unchanged(played: tuple[Prepared, Path
     store.close()
 
 
-def test_a_damaged_checkpoint_is_not_listed(played: tuple[Prepared, Path]) -> None:
+def test_a_checkpoint_without_its_file_is_not_listed(played: tuple[Prepared, Path]) -> None:
     store = Store.open(played[1])
     store.blobs.drop(store.runs.checkpoints(RUN)[1].sha256)
     assert views_of_runs.run(store, RUN).facts["checkpoints_after_rounds"] == [0, 2]

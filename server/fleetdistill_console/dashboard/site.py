@@ -90,6 +90,7 @@ def serve(board: Board, bound: socket.socket, access: Access, on_listening: Call
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         ws_per_message_deflate=True,
     )
+    assets.on_startup(lambda: register_missing(board))
     assets.on_startup(lambda: on_listening())
     uvicorn.Server(config).run(sockets=[bound])
 
@@ -118,7 +119,11 @@ def register(board: Board) -> None:
     def compare_page(runs: str = "") -> None:
         compare.show(board, [item for item in runs.split(",") if item])
 
-    @ui.page("/{path:path}")  # the last one, for every other address
+
+def register_missing(board: Board) -> None:
+    """Registers the page of every other address; it must be the last route, and NiceGUI adds some when it starts."""
+
+    @ui.page("/{path:path}")
     def missing_page(path: str) -> None:
         ui.status_code(404)
         with frame(board, "Page not found", [("Runs", "/")]):

@@ -15,7 +15,6 @@ from fleetdistill_server.figures import sums_of
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.served import NOT_SERVED, Served, state_of
 from fleetdistill_server.store.records import Device, Event, Replacements, ReportedFigure, Run, Upload
-from fleetdistill_server.store.rollback import intact_checkpoints
 from fleetdistill_server.store.run_figures import RoundFigures, round_figures
 from fleetdistill_server.store.states import ACTIVE, QUEUED, WAITING, RunStatus
 from fleetdistill_server.store.store import Store
@@ -95,7 +94,7 @@ def run(store: Store, name: str, served: Served = NOT_SERVED, *, present: bool =
     }
     totals = {
         "events_in_all": store.history.count_events(name),
-        "checkpoints_after_rounds": [checkpoint.round for checkpoint in intact_checkpoints(store, name)],
+        "checkpoints_after_rounds": [one.round for one in store.runs.checkpoints(name) if store.blobs.has(one.sha256)],
         "guards_fired": sum(store.summaries.guards(name, 0, EVERY).values()),
         "models_replaced": sum(figure.replaced or 0 for figure in figures),
         "models_kept": sum(figure.kept or 0 for figure in figures),
