@@ -19,7 +19,7 @@ from fleetdistill.errors import (
     DataError,
     LinkError,
 )
-from fleetdistill.state.data_version import data_version
+from fleetdistill.state.saved_profile import data_version
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.intake.memory_link import MemoryLink
 

@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 from fleetdistill.device.inspection import inspect
 from fleetdistill.state import failpoints
 from fleetdistill.state.files import Files
-from fleetdistill.state.sent import Ledger, Sent, compact
-from fleetdistill.state.sent_ledger import KEPT_ENTRIES, LEDGER, MAX_ENTRIES, SentLedger, read_ledger
+from fleetdistill.state.sent_ledger import (
+    KEPT_ENTRIES,
+    LEDGER,
+    MAX_ENTRIES,
+    Ledger,
+    Sent,
+    SentLedger,
+    compact,
+    read_ledger,
+)
 
 NOVEMBER = time.mktime((2026, 11, 15, 12, 0, 0, 0, 0, 0))
 

@@ -28,7 +28,7 @@ from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.service.processes import EXIT_CONFIGURATION
 from fleetdistill_server.store.traced import created_at
-from fleetdistill_server.tracing.ids import RoundIds
+from fleetdistill_server.tracing.spans import RoundIds
 
 FOREIGN = Place(0xABCD, 0x1234)
 

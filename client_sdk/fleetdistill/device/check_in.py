@@ -24,10 +24,10 @@ from fleetdistill.errors import (
 from fleetdistill.link.abilities import check_fits
 from fleetdistill.link.terms import check_terms
 from fleetdistill.state import failpoints
-from fleetdistill.state.data_version import data_version
 from fleetdistill.state.saved_profile import (
     CONTRACT,
     PROFILE,
+    data_version,
     load_contract,
     load_profile,
     save_contract,

@@ -58,8 +58,7 @@ from fleetdistill.models.torch_model import TorchModel
 from fleetdistill.spans import NO_SPANS, ProviderSpans, Spans
 from fleetdistill.state.directory import Storage, erase_directory
 from fleetdistill.state.sample_ids import SampleIds
-from fleetdistill.state.sent import Ledger
-from fleetdistill.state.sent_ledger import LEDGER, read_ledger
+from fleetdistill.state.sent_ledger import LEDGER, Ledger, read_ledger
 from fleetdistill.wire.kind import DEFAULT_COLUMNS
 
 if TYPE_CHECKING:

@@ -12,16 +12,14 @@ from fleetdistill.deployment.versions import IN_USE, NO_VERSION, missing_states,
 from fleetdistill.device.usage import PACE, USAGE
 from fleetdistill.errors import DamagedStateError, ModelError, StateError
 from fleetdistill.link.credentials import is_enrolled
-from fleetdistill.state.erasure import ERASING
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import damaged_error, json_object
 from fleetdistill.state.outbox import Outbox
-from fleetdistill.state.own_files import DEVICE
+from fleetdistill.state.own_files import DEVICE, ERASING
 from fleetdistill.state.privacy_ledger import PrivacyLedger
 from fleetdistill.state.sample_ids import SampleIds
 from fleetdistill.state.saved_profile import load_contract, load_profile
-from fleetdistill.state.sent import Ledger
-from fleetdistill.state.sent_ledger import LEDGER, read_ledger
+from fleetdistill.state.sent_ledger import LEDGER, Ledger, read_ledger
 from fleetdistill.state.state_check import damaged_states
 
 T = TypeVar("T")

@@ -33,12 +33,11 @@ from fleetdistill.errors import DamagedStateError, StateError
 from fleetdistill.state import failpoints
 from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import make_directory
-from fleetdistill.state.erasure import complete_erasure, erase
 from fleetdistill.state.file_lock import lock_file
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import FORMAT, check_format, identity_error, json_object, sealed_json
 from fleetdistill.state.outbox import Outbox
-from fleetdistill.state.own_files import DEVICE
+from fleetdistill.state.own_files import DEVICE, complete_erasure, erase
 from fleetdistill.state.sent_ledger import SentLedger
 from fleetdistill.version import VERSION
 

@@ -14,8 +14,7 @@ from fleetdistill.errors import NoRoomError
 from fleetdistill.state.directory import MAX_SPOOL_BYTES, Storage
 from fleetdistill.state.files import Files
 from fleetdistill.state.outbox import Outbox, Outcome, Pending
-from fleetdistill.state.sent import Sent
-from fleetdistill.state.sent_ledger import SentLedger
+from fleetdistill.state.sent_ledger import Sent, SentLedger
 from fleetdistill.wire.codec import Payload
 
 __all__ = ["MemoryStorage"]

@@ -9,15 +9,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fleetdistill.errors import StateError
+from fleetdistill.state import failpoints
 from fleetdistill.state.disk import disk_errors
+from fleetdistill.state.durable import sync_directory
+from fleetdistill.state.files import Files
+from fleetdistill.state.privacy_ledger import PRIVACY_LEDGER
 
 DEVICE = "device.json"
+
+
 _IN_USE = "deployed.json"
+
+
 _TOP = (
     r"(lock|erasing|(device|deployed|usage|pace|last_outcome|privacy|secure(_steps|_ended)?)\.json|ledger\.jsonl|rows\.txt|released\.npz"
     r"|(profile|contract|sample_ids)\.bin|(state|delivered)\.safetensors|(model|general|personal|own)\.onnx"
     r"|model\.onnx\.due|roll-back\.due|pinned)"
 )
+
+
 _IN_FOLDERS = (
     r"outbox/((header|data)\.bin|(candidate|delivered)\.safetensors|(manifest|outcome)\.json|tries\.txt)",
     r"downloads/[0-9a-f]{64}\.(part|payload)",
@@ -27,9 +37,17 @@ _IN_FOLDERS = (
     r"proxy/(header|data)\.bin",  # SDK 0.1
     r"export\.new/.+",
 )
+
+
 _OWN = re.compile("|".join((_TOP, *_IN_FOLDERS)))
+
+
 _FOLDERS = re.compile(r"outbox|downloads|versions(/\d+)?|tls|proxy|export\.new(/.+)?")
+
+
 _ENDING = re.compile(r"(\.new(?<!^export\.new)|\.damaged-\d+)(?=/|$)")
+
+
 _HARMLESS = re.compile(r"\..*|lost\+found")  # hidden files, and the folder of a file system's root
 
 
@@ -101,3 +119,43 @@ def _listed_onnx(directory: Path) -> set[str]:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             result |= {str(name) for name in json.loads(path.read_bytes())["files"]}
     return {name for name in result if name.endswith(".onnx") and "/" not in name}
+
+
+# --- Erases a state directory, so that a crash at any time leaves either all of it, or an erasure that is completed.
+#
+# erasing         exists while the directory is being erased; the next start completes the erasure
+
+ERASING = "erasing"
+
+
+_KEPT = (PRIVACY_LEDGER, "lock", ERASING)
+
+
+def erase(files: Files) -> None:
+    """Deletes the SDK's files in a state directory, except for its lock and the privacy ledger; keeps other files.
+
+    A private release was sent and stays spent: without the ledger, a new device with the same rows could make another.
+
+    Raises:
+        StateError: A file cannot be deleted. Opening the directory tries again.
+    """
+    files.save(ERASING, b"")
+    failpoints.hit("device.forget.after-mark")
+    complete_erasure(files)
+
+
+def complete_erasure(files: Files) -> None:
+    """Completes an erasure that has begun; does nothing in any other directory."""
+    if not (files.directory / ERASING).exists():
+        return
+    with disk_errors(files.directory):
+        for path in own_files(files.directory):
+            if path.name not in _KEPT:
+                path.unlink(missing_ok=True)
+        for folder in own_folders(files.directory):
+            if not any(folder.iterdir()):
+                folder.rmdir()
+        sync_directory(files.directory)
+        failpoints.hit("device.forget.after-files")
+        (files.directory / ERASING).unlink()
+        sync_directory(files.directory)

@@ -7,6 +7,8 @@ profile.bin, contract.bin    "\\0crc", the CRC-32C of the rest (4 bytes, little-
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from typing import TypeVar
 
 import google_crc32c
@@ -16,11 +18,16 @@ from fleetdistill.state.files import Files
 from fleetdistill.state.format import damaged_error
 from fleetdistill.wire.v1 import contract_pb2
 
-__all__ = ["save_profile"]
+__all__ = ["data_version", "save_profile"]
 
 PROFILE, CONTRACT = "profile.bin", "contract.bin"
+
+
 _MARK = b"\0crc"
+
+
 _EARLIER = b"\n"  # the first byte of a profile of formats 1 and 2, which had no checksum
+
 
 M = TypeVar("M", bound=Message)
 
@@ -63,3 +70,20 @@ def _load(files: Files, name: str, kind: type[M]) -> M | None:
         return kind.FromString(content)
     except DecodeError as error:
         raise damaged_error(path, error) from error
+
+
+# --- Versions of a device's training data, which reveal only changes to the server. Does not load torch.
+
+_VERSION_BYTES = 16
+
+
+def data_version(key: bytes, digest: bytes) -> bytes:
+    """Returns the data version sent to the server: 16 bytes of an HMAC-SHA-256 of the digest.
+
+    Without the key, the server cannot test a guess of the data, nor see that two devices have equal data.
+
+    Args:
+        key: Key of the device, which never leaves it; not the secret, which the server receives.
+        digest: SHA-256 of the data, which never leaves the device.
+    """
+    return hmac.new(key, digest, hashlib.sha256).digest()[:_VERSION_BYTES]

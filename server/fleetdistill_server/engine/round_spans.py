@@ -16,8 +16,7 @@ from fleetdistill_server.store.records import Ask, Round, Upload
 from fleetdistill_server.store.states import AskStatus, RoundStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.traced import created_at, ended_round
-from fleetdistill_server.tracing.ids import RoundIds
-from fleetdistill_server.tracing.spans import Spans, fail
+from fleetdistill_server.tracing.spans import RoundIds, Spans, fail
 
 _SECOND = 1_000_000_000
 

@@ -18,8 +18,7 @@ from fleetdistill.spans import KEY, Place, place_in
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.store.traced import created_at
-from fleetdistill_server.tracing.ids import RoundIds
-from fleetdistill_server.tracing.spans import Spans, fail, place_of
+from fleetdistill_server.tracing.spans import RoundIds, Spans, fail, place_of
 
 
 @dataclass

@@ -19,11 +19,10 @@ from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.event_kinds import LARGE_DEVICE
 from fleetdistill_server.intake.admission import check_profile, fitting_run
-from fleetdistill_server.intake.ask_times import SENT, AskTimes
 from fleetdistill_server.intake.downloads import Downloads
 from fleetdistill_server.intake.limiter import Limiter
 from fleetdistill_server.intake.refusal_log import RefusalLog
-from fleetdistill_server.intake.sessions import Sessions, hash_name, id_taken, unknown_run
+from fleetdistill_server.intake.sessions import SENT, AskTimes, Sessions, hash_name, id_taken, unknown_run
 from fleetdistill_server.intake.uploads import MAX_NUMBER, Uploads
 from fleetdistill_server.logs import about
 from fleetdistill_server.store.fleet_sizes import FleetSizes

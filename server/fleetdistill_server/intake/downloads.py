@@ -12,8 +12,7 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.compression import choose, offered
 from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
-from fleetdistill_server.intake.ask_times import DOWNLOAD, DOWNLOADED, AskTimes
-from fleetdistill_server.intake.sessions import Sessions
+from fleetdistill_server.intake.sessions import DOWNLOAD, DOWNLOADED, AskTimes, Sessions
 from fleetdistill_server.store.group_commit import Commit
 from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.states import AskStatus

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import math
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,11 +23,23 @@ from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 
 SECRET_BYTES = 32
+
+
 _NOTE_SECONDS = 5.0
+
+
 _COUNT_SECONDS = 1.0
+
+
 _CONTRACT_SECONDS = 5.0  # another server of the same store may change a run's contract
+
+
 _CLOCKS_SECONDS = 1.0  # a call later than the last known one by more than this went to another front
+
+
 _ENDED_AT_ONCE = 100  # leases that end in one transaction, so that thousands do not delay other writes
+
+
 # `end_leases` runs every second; after a longer gap this process or its disk was suspended.
 _PAUSE_SECONDS = 5.0
 
@@ -279,3 +292,49 @@ def id_taken(device: str) -> RefusedError:
 def hash_name(secret: bytes) -> bytes:
     """Returns the SHA-256 of a device's secret, which the store keeps instead of the secret."""
     return hashlib.sha256(secret).digest()
+
+
+SENT, DOWNLOAD, DOWNLOADED, UPLOAD = "sent_at", "download_at", "downloaded_at", "upload_at"
+
+
+# --- Notes when devices receive their asks, download, and upload, and writes the times every second.
+#
+# The times are only shown to people. They are therefore kept in memory and written together, instead of in a durable
+# transaction for each: a crash loses those of the last second.
+
+_MOST = 100_000
+
+
+"""Largest number of times in memory; while the store cannot be written, later ones are not kept."""
+
+
+class AskTimes:
+    """Collects times of asks; thread-safe.
+
+    Args:
+        commit: Runs a job in a durable transaction.
+    """
+
+    def __init__(self, commit: Commit) -> None:
+        self._commit = commit
+        self._times: dict[tuple[int, str], float] = {}
+        self._lock = threading.Lock()
+
+    def note(self, ask: int, what: str) -> None:
+        """Notes the first time of a step of an ask, one of the constants of this module."""
+        with self._lock:
+            if len(self._times) < _MOST:
+                self._times.setdefault((ask, what), time.time())
+
+    def write(self) -> None:
+        """Writes the times to the store. Raises StoreError; the times are then kept for the next call."""
+        with self._lock:
+            times, self._times = self._times, {}
+        if not times:
+            return
+        try:
+            self._commit(lambda store: store.asks.record_times(times))
+        except BaseException:
+            with self._lock:
+                self._times = {**self._times, **times}
+            raise

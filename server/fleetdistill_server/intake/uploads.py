@@ -22,14 +22,13 @@ from fleetdistill.wire.codes import Code, is_final
 from fleetdistill.wire.compression import RAW
 from fleetdistill.wire.digests import identity
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
-from fleetdistill_server.intake.ask_times import UPLOAD, AskTimes
 from fleetdistill_server.intake.ingest import Ingest
 from fleetdistill_server.intake.limiter import Limiter
 from fleetdistill_server.intake.refusal_log import RefusalLog
-from fleetdistill_server.intake.sessions import Sessions
+from fleetdistill_server.intake.sessions import UPLOAD, AskTimes, Sessions
 from fleetdistill_server.logs import about
+from fleetdistill_server.store.asks import is_unchanged
 from fleetdistill_server.store.blobs import Staging, stated
-from fleetdistill_server.store.deletions import is_unchanged
 from fleetdistill_server.store.disk_space import DiskSpace
 from fleetdistill_server.store.group_commit import Commit
 from fleetdistill_server.store.records import Ask, Device, Upload

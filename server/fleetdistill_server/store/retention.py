@@ -7,7 +7,7 @@ end of the round that made them unnecessary, or, if a crash prevented this, peri
 
 An acknowledged upload that is still needed is never deleted. Deletion checks the rows and deletes the files under the
 database's write lock. Under the same lock, the front commits a receipt only if nothing was deleted since before the
-payload was stored (`deletions.py`) or if the payload still exists, and the engine writes a missing payload or
+payload was stored (`asks.py`) or if the payload still exists, and the engine writes a missing payload or
 checkpoint again before it stores a reference to it. Files about to be referenced are new, and `sweep` skips new files,
 so this is rarely necessary; `sweep_all` does not skip them.
 """

@@ -82,7 +82,7 @@ CREATE TABLE asks (
     -- them.
     given_up INTEGER NOT NULL DEFAULT 0,
     -- When the ask was written and sent to the device, when the download of its payload began and ended, and when the
-    -- upload of its answer began; NULL if not known. The front writes them within seconds, see `intake/ask_times.py`.
+    -- upload of its answer began; NULL if not known. The front writes them within seconds, see `intake/sessions.py`.
     asked_at REAL,
     sent_at REAL,
     download_at REAL,
@@ -187,7 +187,7 @@ CREATE TABLE checkpoints (
     at REAL,
     PRIMARY KEY (run, round)
 );
--- Count of deletions; see `deletions.py`.
+-- Count of deletions; see `Deletions` in `asks.py`.
 CREATE TABLE deletions (count INTEGER NOT NULL);
 INSERT INTO deletions (count) VALUES (0);
 CREATE TABLE operator_calls (

@@ -32,13 +32,12 @@ from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, StoreError
 from fleetdistill.state.durable import make_directory
-from fleetdistill_server.store.asks import Asks
+from fleetdistill_server.store.asks import Asks, Deletions
 from fleetdistill_server.store.blobs import Blobs, disk_errors
 from fleetdistill_server.store.checks import check_schema, is_current
 from fleetdistill_server.store.clock import Clock
 from fleetdistill_server.store.credentials import Credentials
 from fleetdistill_server.store.database import PATIENCE_SECONDS, Database
-from fleetdistill_server.store.deletions import Deletions
 from fleetdistill_server.store.devices import Devices
 from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.history import History

@@ -20,9 +20,8 @@ from fleetdistill.compute.base import MakeCompute
 from fleetdistill.device.identity import save_identity
 from fleetdistill.knowledge import DELIVER
 from fleetdistill.link.base import Link
-from fleetdistill.state.data_version import data_version
 from fleetdistill.state.memory import MemoryStorage
-from fleetdistill.state.saved_profile import save_profile
+from fleetdistill.state.saved_profile import data_version, save_profile
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 from fleetdistill_lab.simulation.backends.remote_work import AHEAD, RemoteCompute, RemoteWork
 from fleetdistill_lab.simulation.spec.compute import Shared

@@ -45,7 +45,7 @@ from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.texts import SUMS_UNREVIEWED
 from fleetdistill_server.views.expected import expected, of_the_fleet
-from fleetdistill_server.views.suspects import named
+from fleetdistill_server.views.runs import named
 
 
 def make_report(done: Outcome) -> FleetReport:
