@@ -11,10 +11,10 @@ from typing import Any, overload
 
 import numpy as np
 import pytest
+from reliability.summing_run import CLASSES, DIMENSIONS, PRIVATE_SUMS, SUMS, rows_of
 from support.fleets import assert_no_upload_lost
 from support.long import long_except
 from support.small_run import FRAGILE, Place, SmallRun, small_run, store_of
-from support.summing_run import CLASSES, DIMENSIONS, PRIVATE_SUMS, SUMS, rows_of
 
 from fleetdistill.methods.classstats_private.sums import to_wire
 from fleetdistill.methods.classstats_secure.encoding import decode, limited_numbers, rows_on_grid
