@@ -14,6 +14,7 @@ import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,24 @@ def config_for(**run: Any) -> RunConfig:
 
 def hexed(**versions: bytes) -> dict[str, str]:
     return {device: version.hex() for device, version in versions.items()}
+
+
+# --- who is there
+
+
+def test_a_method_learns_that_too_few_devices_are_left() -> None:
+    """Else a device that leaves alone and returns would not be asked again after an ask that it missed."""
+    seen: list[list[str]] = []
+
+    class Seeing(Keeping):
+        def update_present(self, present: Collection[str]) -> None:
+            seen.append(sorted(present))
+
+    fleet = Fleet()
+    returns = partial(fleet.devices.update, d0=fleet.devices["d0"])
+    fleet.play(partial(fleet.leave, "d1"), partial(fleet.leave, "d0"), returns, method=Seeing)
+    assert seen[-3:] == [["d0"], [], ["d0"]]
+    assert fleet.statuses() == ["closed"]
 
 
 # --- idle

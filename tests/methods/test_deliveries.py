@@ -64,6 +64,26 @@ def test_a_device_that_comes_back_is_in_no_pause() -> None:
     assert send(deliveries, 2, digest=7) == ["b"]
 
 
+def test_a_present_device_is_asked_again_after_doubling_minutes() -> None:
+    now = [0.0]
+    deliveries = Deliveries(lambda: now[0])
+    deliveries.update_present(ALL)
+    send(deliveries, 1, digest=7, silent="b")
+    for number, minutes in ((2, 1), (3, 2), (4, 4)):  # earlier than the pause in rounds
+        now[0] += 60 * minutes - 1
+        deliveries.update_present(ALL)
+        assert deliveries.is_unresponsive("b")
+        assert send(deliveries, number, digest=7, to="b") == []
+        now[0] += 1
+        deliveries.update_present(ALL)
+        assert not deliveries.is_unresponsive("b")
+        assert send(deliveries, number, digest=7, to="b", silent="b") == ["b"]
+    now[0] += 86_400
+    deliveries.update_present(ALL)
+    assert send(deliveries, 5, digest=7) == ["b"]
+    assert not deliveries.is_unresponsive("b")
+
+
 def test_after_a_round_that_fell_short_no_device_holds_anything() -> None:
     deliveries = Deliveries()
     send(deliveries, 1, digest=7)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -211,9 +211,11 @@ class OneShotServer(ServerMethod):
         async for _ in learning:
             pass
 
+    def update_present(self, present: Collection[str]) -> None:
+        self._deliveries.update_present(present)
+
     def is_due(self, present: Mapping[str, str]) -> bool:
         """Returns whether a present device has no classifier, or the server no table of its data."""
-        self._deliveries.update_present(present)
         return any(
             self._lacks_table(device, version) or (self.head is not None and self._deliveries.lacks(device, self._fits))
             for device, version in present.items()

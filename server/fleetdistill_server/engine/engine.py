@@ -51,6 +51,8 @@ __all__ = ["Engine"]
 logger = logging.getLogger("fleetdistill.server.engine")
 _REPORTED_AFTER = 3
 """Number of consecutive short rounds after which the reason in the run's status reports them."""
+_DUE_SECONDS = 10.0
+"""Time after which a method is asked again whether a round is due, though nothing has changed."""
 _FIRST_PAUSE_SECONDS = 0.1
 _MAX_PAUSE_SECONDS = 60.0
 _DOUBLINGS = 16
@@ -280,15 +282,18 @@ class Engine:
         The wait can take months, so requests to forget a device are processed during it.
         """
         checked: tuple[object, ...] = ()
-        waits = ""
+        waits, check_at = "", 0.0
         while True:
             self.forget()
             self._reload_if_changed()
             profiles = self._present()
             enough = len(profiles) >= self._needed_devices()
-            if enough and (self._checkpoint, profiles) != checked:
-                checked = (self._checkpoint, profiles)
-                due = self._due(profiles)
+            now = self._store.asks.clock.now()
+            if (self._checkpoint, profiles) != checked or now >= check_at:
+                checked, check_at = (self._checkpoint, profiles), now + _DUE_SECONDS
+                if self._endless:
+                    self.method.update_present(profiles)
+                due = self._due(profiles) if enough else None
                 if due is not None:
                     break
             waits = self._wait(waits, 0 if enough else self._needed_devices())

@@ -13,7 +13,7 @@ last checkpoint, and asks that were answered before the crash yield the stored a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -302,11 +302,21 @@ class ServerMethod:
         """
         return None
 
+    def update_present(self, present: Collection[str]) -> None:
+        """Notices which devices are present, also while they are too few for a round; by default does nothing.
+
+        The engine calls this between the rounds of a run without an end: when the devices or the method's state have
+        changed, and every ten seconds.
+
+        Args:
+            present: Ids of all present devices.
+        """
+
     def is_due(self, present: Mapping[str, str]) -> bool:
         """Returns whether a round with the present devices has work to do; by default True.
 
-        The engine calls this before each round of a run without an end, and again only after the method's state or
-        `present` changed. The result must therefore depend on these two only.
+        The engine calls this after `update_present`, in a run without an end with enough devices for a round. `present`
+        lacks devices that were late repeatedly, if the others alone make a round due.
 
         Args:
             present: Data version by id of all present devices, hexadecimal; empty if a device reports none.

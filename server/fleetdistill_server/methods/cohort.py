@@ -9,6 +9,7 @@ devices that need something:
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -19,6 +20,9 @@ from fleetdistill.knowledge import Kind, Parts
 from fleetdistill.methods.base import PartKind
 from fleetdistill.seeds import derive_seed
 from fleetdistill.wire.codec import Payload, decode
+
+_MAX_PAUSE_SECONDS = 86_400.0
+"""Longest time after which a present device that did not answer is asked again, if nothing else makes a round due."""
 
 __all__ = ["Cohort", "ColumnsFor", "Deliveries", "DeviceAnswer", "Notes", "PayloadFor", "Prepare"]
 
@@ -194,14 +198,22 @@ class Deliveries:
 
     A device holds the version that it acknowledged last. A round that falls short of its quorum rolls the method's
     state back, but its devices may hold what it sent; after such a round all acknowledgements are discarded. A device
-    that does not answer is asked again after 1, 2, 4, ... rounds: the other devices wait for it until the deadline.
+    that does not answer is asked again after 1, 2, 4, ... rounds: the other devices wait for it until the deadline. A
+    run in which nothing else changes has no rounds, so a device that is present is asked after as many minutes, too.
+
+    Args:
+        clock: Returns monotonic time in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._acknowledged: dict[str, Version] = {}
         self._missed: dict[str, list[int]] = {}  # unresponsive devices: round of the next ask, next pause in rounds
         self._round = 0
-        self._present: set[str] = set()  # at the last `update_present`; not part of the state
+        # Not part of the state: an engine that starts again asks all devices that are present.
+        self._present: set[str] = set()  # at the last `update_present`
+        self._pauses_until: dict[str, float] = {}  # unresponsive devices: time of the next ask
+        self._due_again: set[str] = set()  # unresponsive devices whose time has come
 
     def begin(self, round_number: int) -> None:
         """Starts a round; must be called before the round's first ask."""
@@ -255,36 +267,45 @@ class Deliveries:
     # --- devices that do not answer
 
     def is_unresponsive(self, device: str) -> bool:
-        """Returns whether a device did not answer its last ask."""
-        return device in self._missed
+        """Returns whether a device did not answer its last ask, and is not to be asked again now."""
+        return device in self._missed and device not in self._due_again
 
     def is_askable(self, device: str) -> bool:
         """Returns whether a device is not paused."""
-        return device not in self._missed or self._round >= self._missed[device][0]
+        return not self.is_unresponsive(device) or self._round >= self._missed[device][0]
 
     def mark_unresponsive(self, devices: Sequence[str]) -> None:
-        """Pauses devices that did not answer, each for twice as many rounds as before."""
+        """Pauses devices that did not answer, each for twice as many rounds and minutes as before, a day at most."""
         for device in devices:
             if self.is_askable(device):
                 _, pause = self._missed.get(device, [0, 1])
                 self._missed[device] = [self._round + 1 + pause, 2 * pause]
+                self._pauses_until[device] = self._clock() + min(60.0 * pause, _MAX_PAUSE_SECONDS)
+                self._due_again.discard(device)
 
     def mark_responsive(self, device: str) -> None:
         """Ends a device's pause."""
         self._missed.pop(device, None)
+        self._pauses_until.pop(device, None)
+        self._due_again.discard(device)
 
     def update_present(self, present: Collection[str]) -> None:
-        """Ends the pause of devices that reconnected; called between rounds with the present devices."""
+        """Ends the pause of devices that reconnected or have paused long enough; called between rounds.
+
+        Args:
+            present: The present devices.
+        """
         for device in set(present) - self._present:
             self.mark_responsive(device)
-        self._present = set(present)
+        self._present, now = set(present), self._clock()
+        self._due_again |= {device for device, until in self._pauses_until.items() if now >= until}
 
     # --- state
 
     def forget(self, device: str) -> None:
         """Removes one device's entries."""
         self._acknowledged.pop(device, None)
-        self._missed.pop(device, None)
+        self.mark_responsive(device)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the entries `held`, `silent` and `round` for a method's state."""

@@ -7,7 +7,7 @@ as they were sent, so a merge without a device depends on the other devices only
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -264,13 +264,15 @@ class ClassStatsServer(ServerMethod):
                 )
                 notes.event("class-not-recognised", f"{text}; try another extractor")
 
+    def update_present(self, present: Collection[str]) -> None:
+        self.deliveries.update_present(present)
+
     def is_due(self, present: Mapping[str, str]) -> bool:
         """Returns whether a present device has no class space, or the server has no statistics of it.
 
-        An unresponsive device does not make a round due until it reconnects. A round that is due for another reason
-        includes the device.
+        An unresponsive device does not make a round due until it reconnects or its pause is over. A round that is due
+        for another reason includes the device.
         """
-        self.deliveries.update_present(present)
         return any(self._needs_round(*item) for item in present.items() if not self.deliveries.is_unresponsive(item[0]))
 
     def _needs_round(self, device: str, version: str) -> bool:

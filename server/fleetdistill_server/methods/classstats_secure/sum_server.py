@@ -268,7 +268,6 @@ class SumServer(ClassStatsServer):
 
     def is_due(self, present: Mapping[str, str]) -> bool:
         """Returns whether a present device lacks the class space, or devices that are in no sum are enough for one."""
-        self.deliveries.update_present(present)
         here = [device for device in present if not self.deliveries.is_unresponsive(device)]
         new = sum(device not in self._members for device in here)
         lacks = self._space is not None and any(self.deliveries.lacks(device, self.merge_name) for device in here)
