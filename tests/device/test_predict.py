@@ -228,7 +228,8 @@ def test_updated_network_is_told_before_the_device_takes_part(tmp_path: Path, gi
     for _ in range(2):
         link = CountingLink(ask())
         device, _ = device_at(link, tmp_path, model=given)
-        for use in (device.step, lambda: device.predict(BATCH), lambda: device.model):  # noqa: B023
+        read, step = lambda: device.model, device.step  # noqa: B023
+        for use in (step, step, lambda: device.predict(BATCH), read, step):  # noqa: B023
             with pytest.raises(ModelError, match=r"^the saved state is of another model: .* call device\.forget\(\)"):
                 use()
         assert not link.check_ins

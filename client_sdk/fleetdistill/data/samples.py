@@ -109,7 +109,8 @@ def _torch_data() -> Any:
 def _call(data: Any) -> Any:
     if not is_function(data):
         return data
-    with named_errors(f"the function {getattr(data, '__name__', type(data).__name__)}", "fix the function"):
+    name = getattr(data, "__name__", type(data).__name__)
+    with named_errors(f"the function {name}", "fix the function, or let it return no samples for now"):
         return data()
 
 

@@ -226,13 +226,21 @@ class Backend:
         self.compute = self._answer = None
 
     def prepare(self, contract: contract_pb2.Contract) -> Compute:
-        """Returns the compute backend with its payloads and the committed state, or with the run's initial weights."""
+        """Returns the compute backend with its payloads and the committed state, or with the run's initial weights.
+
+        Raises:
+            ModelError: The state is of another model; the next use finds out again.
+        """
         compute = self.make(contract)
         for sha256 in _kept_payloads(compute, contract):
             if not compute.has_payload(sha256):
                 compute.take_payload(sha256, decode(self._kept_payload(sha256, contract)))
         if not compute.has_state:
-            self._restore(compute, contract)
+            try:
+                self._restore(compute, contract)
+            except ModelError:
+                self.compute = None
+                raise
         return compute
 
     def fingerprint(self) -> str:
