@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from fleetdistill.errors import RunError
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import load_run_config
+from fleetdistill_server.service import supervisor
 from fleetdistill_server.service.supervisor import Supervisor
 
 RUN_TOML = """
@@ -95,3 +97,25 @@ def test_a_second_server_on_one_store_is_refused(tmp_path: Path) -> None:
         Supervisor(load_run_config(path))
     first.lock.close()
     first.store.close()
+
+
+def test_a_start_on_a_full_disk_says_what_to_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was served with these settings needs no room for them."""
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = write_run(tmp_path, "127.0.0.1:0")
+    with monkeypatch.context() as disk:
+        disk.setattr(supervisor, "write_private", full)
+        done = CliRunner().invoke(app, ["serve", str(path)])
+    assert done.exit_code == 1
+    place = load_run_config(path).server.store
+    assert f"served.toml: the disk is full; free some megabytes on the disk of {place} and start the" in done.output
+    (tmp_path / "other").mkdir()
+    path = write_run(tmp_path / "other", "127.0.0.1:0")
+    for _ in range(2):
+        started = Supervisor(load_run_config(path))
+        started.store.close()
+        started.lock.close()
+        monkeypatch.setattr(supervisor, "write_private", full)

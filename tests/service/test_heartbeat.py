@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -25,11 +26,18 @@ from fleetdistill_server.cli.app import app
 from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.config.server_config import ServerConfig
 from fleetdistill_server.event_kinds import ENGINE_FAILED, PROCESS_HANGS
-from fleetdistill_server.service import engine_process, front_process, serve_lock
+from fleetdistill_server.service import engine_process, front_process, heartbeat, serve_lock
 from fleetdistill_server.service.engine_files import engine_directory
 from fleetdistill_server.service.engine_process import EngineProcess, EngineSlot
 from fleetdistill_server.service.front_process import FrontProcess
-from fleetdistill_server.service.heartbeat import FILE, FRONT_FILE, HeartbeatMonitor, clear_heartbeat, start_heartbeat
+from fleetdistill_server.service.heartbeat import (
+    FILE,
+    FRONT_FILE,
+    SUPERVISOR_FILE,
+    HeartbeatMonitor,
+    clear_heartbeat,
+    start_heartbeat,
+)
 from fleetdistill_server.service.process_state import ENGINE as ENGINE_PROCESS
 from fleetdistill_server.service.process_state import ProcessFile, ProcessState
 from fleetdistill_server.service.registration import serve_run
@@ -261,6 +269,31 @@ def test_runs_list_says_that_an_engine_at_work_hangs(tmp_path: Path) -> None:
         listed = CliRunner().invoke(app, ["runs", "list", "--store", str(tmp_path), "--json"])
         assert json.loads(listed.stdout)[0]["status"] == "running (engine hangs)"
         assert "hangs: it has sent no heartbeat since 2026-11-24T06:00:00Z" in listed.stderr
+    store.close()
+
+
+def test_a_supervisor_on_a_full_disk_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heartbeat needs no room, unlike the file of its processes."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = Store.open(tmp_path)
+    file = ProcessFile(tmp_path)
+    with serve_lock.take(tmp_path, ""):
+        file.write([])
+        for path in tmp_path.glob("*"):
+            os.utime(path, (1e9, 1e9))
+        monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.0)
+        (problem,) = problems(store, tmp_path)
+        said = f"the supervisor hangs (process {os.getpid()}): it has sent no heartbeat since 2001-09-09T01:46:40Z"
+        assert problem.startswith(said)
+        with monkeypatch.context() as disk:
+            disk.setattr(Path, "write_text", full)
+            file.write([ProcessState("front", "", 1, 0)])
+        assert problems(store, tmp_path) == []
+        ProcessFile(tmp_path)
+        assert not (tmp_path / SUPERVISOR_FILE).exists(), "another supervisor starts"
     store.close()
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fleetdistill.device.interrupts import StopRequest
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, NoSpaceError
 from fleetdistill.printable import printable
 from fleetdistill.state.durable import open_to_others
 from fleetdistill_server.cli.options import TrackOption, report_errors
@@ -116,13 +116,14 @@ def _serve(
     what = _name(config)
     its = "its runs" if _run_of(config) is None else "the run"
     if not stopped.is_set():
-        supervisor = Supervisor(
-            config,
-            on_listening=lambda port: typer.echo(_where(config, supervisor)),
-            stopped=stopped,
-            log_options=log_options,
-            only=only,
-        )
+        with _what_to_free(config.server.store):
+            supervisor = Supervisor(
+                config,
+                on_listening=lambda port: typer.echo(_where(config, supervisor)),
+                stopped=stopped,
+                log_options=log_options,
+                only=only,
+            )
         if only == Part.ENGINE:
             typer.echo(f"the engine of {what} runs; press Ctrl-C to stop")
         with _metrics(config.server, supervisor, with_runs=only != Part.FRONT):
@@ -131,6 +132,19 @@ def _serve(
                 on_over=lambda status: typer.echo(f"{what} is {status}; notifying its devices"),
             )
     typer.echo("stopped; the run has ended" if over else f"stopped; `fleetdistill serve {path}` continues {its}")
+
+
+@contextlib.contextmanager
+def _what_to_free(store: str) -> Iterator[None]:
+    """Adds to an error about a full disk what to free: no command that frees space works without any."""
+    try:
+        yield
+    except NoSpaceError as error:
+        raise NoSpaceError(
+            f"{error}; free some megabytes on the disk of {store} and start the server again: move backups, logs and "
+            f"files of other programs away, or delete {Path(store) / 'blobs' / 'quarantine'}, but nothing else of "
+            "the store"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """An engine's heartbeat: a file in the engine's directory whose modification time the engine updates every second.
 
-The front has one too, in the store's directory, which its event loop updates, since it answers devices.
+The front and the supervisor have one too, in the store's directory: the event loop of the front updates it, since it
+answers devices, and the loop of the supervisor, since it looks after the others. Updating needs no room on the disk.
 A separate thread writes it, because a distillation may occupy the engine for hours without being hung. The heartbeat
 therefore proves that the process runs, not that its round progresses: it stops when the process is stopped, frozen or
 blocked in the kernel. The heartbeat is a file and not a row, because an engine that waits for devices or for disk space
@@ -22,7 +23,7 @@ from fleetdistill_server.texts import when
 
 __all__ = ["FILE"]
 
-FILE, FRONT_FILE = "engine.beat", "front.beat"
+FILE, FRONT_FILE, SUPERVISOR_FILE = "engine.beat", "front.beat", "supervisor.beat"
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0
 """Seconds without a heartbeat after which a process is reported as hung."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from fleetdistill_server.service.heartbeat import BEAT_SECONDS, silent_since
+from fleetdistill_server.service.heartbeat import BEAT_SECONDS, SUPERVISOR_FILE, beat, clear_heartbeat, silent_since
 
 __all__ = ["ENGINE", "SUPERVISOR", "ProcessState"]
 
@@ -21,8 +21,8 @@ _HANGS = {
     FRONT: "the front hangs: it has sent no heartbeat since {since}, so no device can call; `kill -9 {pid}` makes the "
     "supervisor start another",
     ENGINE: "the engine of run {run!r} hangs: it has sent no heartbeat since {since}",
-    SUPERVISOR: "the supervisor hangs (process {pid}): it has done nothing since {since}, and would start no front or "
-    "engine again; end it with `kill -9 {pid}`, and start the server again",
+    SUPERVISOR: "the supervisor hangs (process {pid}): it has sent no heartbeat since {since}, and would start no "
+    "front or engine again; end it with `kill -9 {pid}`, and start the server again",
 }
 
 
@@ -35,7 +35,7 @@ class ProcessState:
         run: The engine's run; empty for the others.
         pid: Process id; None if it does not run.
         restarts: How often it was restarted since the server was started.
-        hangs: Time of its last heartbeat if there was none for 10 s; else empty. The supervisor's is its file.
+        hangs: Time of its last heartbeat if there was none for 10 s; else empty.
         waits: Why a process that does not run is started again later, such as `has failed`, or that one that runs has
             failed repeatedly and made no progress since; else empty.
     """
@@ -60,21 +60,25 @@ class ProcessState:
 
 
 class ProcessFile:
-    """Writes the processes to a file of the store every second, and at once when they change.
+    """Writes the processes to a file of the store, and sends the supervisor's heartbeat, every second.
+
+    Writes at once when the processes change.
 
     Args:
         store: The store's directory.
     """
 
     def __init__(self, store: Path) -> None:
-        self._path = store / _FILE
+        self._path, self._beat = store / _FILE, store / SUPERVISOR_FILE
+        clear_heartbeat(store, SUPERVISOR_FILE)
         self._written: Sequence[ProcessState] = ()
         self._due = 0.0
 
     def write(self, processes: Sequence[ProcessState]) -> None:
-        """Writes the processes, this one first; call it regularly. Does nothing on a full disk."""
+        """Writes the processes, this one first; call it regularly. On a full disk it only sends the heartbeat."""
         if processes == self._written and time.monotonic() < self._due:
             return
+        beat(self._beat)
         rows = [asdict(item) for item in (ProcessState(SUPERVISOR, "", os.getpid(), 0), *processes)]
         temporary = self._path.with_suffix(".new")
         with contextlib.suppress(OSError):
@@ -89,7 +93,7 @@ def read_processes(store: Path) -> list[ProcessState]:
     Takes 3 s if the supervisor seems to hang. Empty before a server has started, or if it is on another machine.
     """
     result = last_processes(store)
-    hangs = silent_since(store / _FILE)
+    hangs = silent_since(store / SUPERVISOR_FILE)
     return [replace(item, hangs=hangs) if item.name == SUPERVISOR else item for item in result]
 
 

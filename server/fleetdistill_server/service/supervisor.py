@@ -66,8 +66,10 @@ _ASKED = {
 def _write_served(config: RunConfig | ServerConfig) -> Path:
     """Writes the configuration for the front, readable only by its owner. Raises StoreError."""
     path = Path(config.server.store) / serve_lock.SERVED_FILE
+    text = as_toml(config).encode()
     with disk_errors(f"writing {path}"):
-        write_private(path, as_toml(config).encode())
+        if not (path.exists() and path.read_bytes() == text):  # a server that starts again needs no room on the disk
+            write_private(path, text)
     return path
 
 
