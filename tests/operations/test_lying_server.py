@@ -107,7 +107,8 @@ def test_texts_of_tables_have_no_escapes(liar: LyingServer) -> None:
 @pytest.mark.parametrize("command", ["start", "pause", "stop", "cancel"])
 def test_replies_have_no_escapes(liar: LyingServer, command: str) -> None:
     liar.replies["ChangeRun"] = lambda: words.ChangeRunResponse(run=words.RunState(run=ESCAPE, status=ESCAPE))
-    assert r"\x1b]0;pwned" in liar.said("runs", command, "r", code=0)
+    confirmed = ["--yes"] if command == "cancel" else []
+    assert r"\x1b]0;pwned" in liar.said("runs", command, "r", *confirmed, code=0)
 
 
 def test_errors_have_no_escapes(liar: LyingServer) -> None:

@@ -72,7 +72,7 @@ def test_remote_changes_are_stored_with_who_what_where_result(place: Place) -> N
     run("devices", "revoke", "camera-7", "--reason", "stolen", *there)
     run("devices", "revoke", "camera-7", *there)
     tokens = run("enrol", "--count", "2", *there).split()
-    run("runs", "cancel", RUN, *there)
+    run("runs", "cancel", RUN, "--yes", *there)
     result = place.calls()
     assert [(row["call"], row["result"]) for row in reversed(result)] == [
         ("RevokeDevice", "done"),
@@ -96,7 +96,7 @@ def test_remote_changes_are_stored_with_who_what_where_result(place: Place) -> N
 
 def test_refused_calls_are_stored_whoever_makes_them(place: Place) -> None:
     run("devices", "revoke", "camera-7", *place.as_("viewer-vera"), code=1)
-    run("runs", "cancel", "nothing", *place.as_("operator-olga"), code=1)
+    run("runs", "cancel", "nothing", "--yes", *place.as_("operator-olga"), code=1)
     wait_until(lambda: len(place.calls()) == 2, "both refusals")
     result = {row["name"]: row for row in place.calls()}
     assert result["vera"]["result"].startswith("refused: not-allowed: viewer 'vera' may not revoke a device; ")
@@ -153,7 +153,7 @@ def test_commands_beside_store_are_stored_with_local_user(place: Place, monkeypa
     run("devices", "forget", RUN, "nobody", *here, code=1)
     run("runs", "prune", RUN, "--dry-run", *here)
     run("runs", "prune", RUN, *here)
-    run("runs", "cancel", RUN, *here)
+    run("runs", "cancel", RUN, "--yes", *here)
     result = place.calls()
     assert {(row["role"], row["name"], row["address"]) for row in result} == {("local", "root-of-this", "local")}
     assert [(row["call"], row["result"].partition(":")[0]) for row in reversed(result)] == [

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +141,8 @@ def test_devices_of_a_cancelled_run_are_sent_home(store: Store) -> None:
 
 
 def test_the_command_cancels(directory: Path) -> None:
-    assert call(directory, "cancel", RUN) == (0, "run 'digits' is cancelled\n")
-    assert call(directory, "cancel", RUN) == (0, "run 'digits' is cancelled\n")
+    assert call(directory, "cancel", RUN, "--yes") == (0, "run 'digits' is cancelled\n")
+    assert call(directory, "cancel", RUN, typed="y")[1].endswith("run 'digits' is cancelled\n")
     code, said = call(directory, "list", "--json")
     assert (code, [row["status"] for row in json.loads(said)]) == (0, ["cancelled", "running (no server)"])
     code, said = call(directory, "cancel", "digist")
@@ -150,6 +150,14 @@ def test_the_command_cancels(directory: Path) -> None:
         1,
         "error: there is no run 'digist'; did you mean 'digits'? Runs in the store: digits, other\n",
     )
+
+
+@pytest.mark.parametrize("typed", ["n", ""])
+def test_cancelling_asks_first(directory: Path, store: Store, typed: str) -> None:
+    code, said = call(directory, "cancel", RUN, typed=typed)
+    assert said.startswith("It is running (no server) and has 1 completed round. Cancel run 'digits'? It cannot be")
+    assert "error: not confirmed, so nothing was changed; --yes confirms it" in said
+    assert (code, row_of(store).status) == (1, "running")
 
 
 def test_remote_operator_cancels_and_viewer_does_not(tmp_path: Path, store: Store) -> None:
@@ -161,8 +169,8 @@ def test_remote_operator_cancels_and_viewer_does_not(tmp_path: Path, store: Stor
     with secured_front(tmp_path / "store", tmp_path / "pki") as front:
         there = ["--server", f"127.0.0.1:{front.port}", "--identity"]
 
-        def cancels(role: Role, run: str) -> tuple[int, str]:
-            result = CliRunner().invoke(app, ["runs", "cancel", run, *there, str(tmp_path / role)])
+        def cancels(role: Role, run: str, yes: Sequence[str] = ("--yes",)) -> tuple[int, str]:
+            result = CliRunner().invoke(app, ["runs", "cancel", run, *yes, *there, str(tmp_path / role)])
             return result.exit_code, result.output
 
         with front.channel(device_credentials(authority, "d2")) as channel:
@@ -177,6 +185,8 @@ def test_remote_operator_cancels_and_viewer_does_not(tmp_path: Path, store: Stor
             code, said = cancels(Role.VIEWER, RUN)
             assert "viewer 'olga' may not change a run" in said
             assert (code, row_of(store).status) == (1, "running")
+            code, said = cancels(Role.OPERATOR, RUN, yes=())
+            assert (code, row_of(store).status) == (1, "running"), "nobody has confirmed it"
             assert cancels(Role.OPERATOR, RUN) == (0, "run 'digits' is cancelled\n")
             told = device.NextAsk(service_pb2.NextAskRequest(identity=identity))
             assert told.finished == "cancelled: by the operator, after 1 round"

@@ -38,7 +38,7 @@ from fleetdistill_server.store.operator_calls import Outcome
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.texts import SUMS_UNREVIEWED, counted
 from fleetdistill_server.views.results import NOTHING, deleted, left_for_later, pruned, rolled_back
-from fleetdistill_server.views.runs import View
+from fleetdistill_server.views.runs import TableRow, View
 
 StartOption = Annotated[bool, typer.Option("--start", help="Start the run too.")]
 _MAX_ROUNDS = 20
@@ -174,17 +174,29 @@ _CHANGES = {
         `fleetdistill runs start` starts it again.
         """,
     ),
-    "cancel": _change_command(
-        RunStatus.CANCELLED,
-        """Cancels a run permanently, even while it is served. Example: fleetdistill runs cancel digits
-
-        Devices keep their models and are notified that the run has ended. To start another run from its model, set
-        [run] start_from.
-        """,
-    ),
 }
 for _name, _command in _CHANGES.items():
     runs_app.command(_name)(_command)
+
+
+@runs_app.command("cancel")
+@report_errors
+def runs_cancel(
+    run: RunArgument,
+    store: StoreOption = DEFAULT_STORE,
+    server: ServerOption = None,
+    identity: IdentityOption = None,
+    yes: YesOption = False,
+) -> None:
+    """Cancels a run permanently, even while it is served. Example: fleetdistill runs cancel digits --yes
+
+    A run that is stopped or paused can be started again, a cancelled one cannot. Devices keep their models and are
+    notified that the run has ended. To start another run from its model, set [run] start_from.
+    """
+    with open_source(store, server, identity) as source:
+        if not yes:
+            _ask(_row_of(source, run), f"Cancel run {run!r}? It cannot be started again; a stopped or paused run can")
+        typer.echo(source.change(run, RunStatus.CANCELLED).sentence)
 
 
 @runs_app.command("list")
@@ -318,14 +330,24 @@ def runs_delete(
     run had.
     """
     with open_source(store, server, identity) as source:
-        row = next((item for item in source.runs().lists["runs"] if item["run"] == run), None)
-        if row is not None and not yes:
-            what = f"It is {row['status']} and has {counted(row['completed_rounds'], 'completed round')}."
-            typer.confirm(f"{what} Delete run {run!r} with its model, receipts and figures?", abort=True)
+        row = _row_of(source, run)
+        if not yes:
+            _ask(row, f"Delete run {run!r} with its model, receipts and figures?")
         text = deleted(run, source.delete(run))
         if row is None and not _was_deleted(source, run):
             raise ConfigurationError(text)
         typer.echo(text)
+
+
+def _row_of(source: Source, run: str) -> TableRow | None:
+    return next((item for item in source.runs().lists["runs"] if item["run"] == run), None)
+
+
+def _ask(row: TableRow | None, question: str) -> None:
+    """Asks for confirmation before a run ends; an unknown run is the error of the command itself."""
+    if row is not None:
+        what = f"It is {row['status']} and has {counted(row['completed_rounds'], 'completed round')}."
+        typer.confirm(f"{what} {question}", abort=True)
 
 
 def _was_deleted(source: Source, run: str) -> bool:
