@@ -119,6 +119,14 @@ def test_a_second_ca_in_one_directory_is_refused(tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         (["--names", "b\u00fccher.example"], "is not a host name or address"),
+        (["--names", "a b"], "--names has 'a b', which is not a host name or address; expected host names and IP addr"),
+        (["--names", "a.example,https://a.example:50051"], "--names has 'https://a.example:50051', which is not"),
+        (["--names", "a.example:50051"], "--names has 'a.example:50051'"),
+        (["--names", "a;b"], "separated by commas"),
+        (["--names", "192.0.2.300"], "--names has '192.0.2.300'"),
+        (["--names", "-a.example"], "--names has '-a.example'"),
+        (["--names", "a..example"], "--names has 'a..example'"),
+        (["--names", f"{'a' * 64}.example"], "is not a host name or address"),
         (["--operator", "../eve"], "must be 1 to 64 letters"),
         (["--days", "0"], "must be above 0"),
     ],
@@ -126,6 +134,17 @@ def test_a_second_ca_in_one_directory_is_refused(tmp_path: Path) -> None:
 def test_wrong_options_of_init_leave_nothing_behind(tmp_path: Path, words: list[str], sentence: str) -> None:
     assert sentence in error_of("pki", "init", "--pki", tmp_path / "pki", *words)
     assert not (tmp_path / "pki").exists()
+
+
+def test_names_of_a_renewed_certificate_are_checked(tmp_path: Path) -> None:
+    pki = tmp_path / "pki"
+    make_pki(pki)
+    before = (pki / "server.pem").read_bytes()
+    assert "--names has 'a b'" in error_of("pki", "renew-server", "--pki", pki, "--names", "a b")
+    assert (pki / "server.pem").read_bytes() == before
+    names = ["Fleet-1.example.org", "*.example.org", "my_server", "192.0.2.7", "2001:db8::1"]
+    done("pki", "renew-server", "--pki", pki, "--names", ", ".join(names))
+    assert set(names) <= set(Authority(pki).server_names())
 
 
 def test_only_people_are_issued_certificates_by_hand(tmp_path: Path) -> None:

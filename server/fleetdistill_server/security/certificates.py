@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,6 +22,10 @@ from fleetdistill.wire.codes import Code
 URI_SCHEME = "fleetdistill"
 _MAX_REQUEST = 4096
 _CACHED_HOLDERS = 20_000
+_LABEL = "[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST = re.compile(rf"(?:\*\.)?(?:{_LABEL}\.)*(?![0-9]+\Z){_LABEL}")
+"""A host name; its last part is not a number, so that it is no mistyped address."""
+_HOST_CHARACTERS = 253
 
 
 class Role(StrEnum):
@@ -136,9 +141,9 @@ def general_name(name: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
         pass
-    try:
-        if not name:
-            raise ValueError("the name is empty")
-        return x509.DNSName(name)
-    except ValueError as error:
-        raise ConfigurationError(f"--names: {name!r} is not a host name or address: {error}") from error
+    if not _HOST.fullmatch(name) or len(name) > _HOST_CHARACTERS:
+        raise ConfigurationError(
+            f"--names has {name!r}, which is not a host name or address; expected host names and IP addresses, "
+            "separated by commas, without scheme, port or path, and in ASCII (xn--...)"
+        )
+    return x509.DNSName(name)

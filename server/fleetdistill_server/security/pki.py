@@ -29,7 +29,7 @@ from fleetdistill.errors import ConfigurationError, in_words
 from fleetdistill.link.credentials import AUTHORITIES, IDENTITY, write_private
 from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.state.durable import make_directory
-from fleetdistill_server.security.certificates import URI_SCHEME, Issued, Role, fingerprint, general_name
+from fleetdistill_server.security.certificates import URI_SCHEME, Issued, Role, check_hosts, fingerprint, general_name
 
 __all__ = ["SERVER", "Authority", "make_authority"]
 
@@ -199,6 +199,7 @@ def rotate_authority(directory: Path, days: float = CA_DAYS) -> Authority:
     key, certificate = _new_ca(days)
     link = _certify(certificate, old._key, old._own)
     names = old.server_names()
+    check_hosts(names)  # before anything changes
     with _readable(directory):  # in this order, so that the old CA keeps signing after a crash
         write_private(directory / _link_name(certificate), _pem(link))
         write_private(directory / AUTHORITIES, _pem(certificate) + old.bundle)
