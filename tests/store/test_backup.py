@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +21,7 @@ from support.record_schema import DEVICES, RUN, recorded_config
 from support.wire_samples import data_of, make_payload
 
 from fleetdistill import Step
-from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StoreError
+from fleetdistill.errors import ConfigurationError, LinkError, NoSpaceError, RefusedError, StoreError
 from fleetdistill.knowledge import NetworkFile
 from fleetdistill.state import failpoints
 from fleetdistill_lab.simulation.spec.device import make_device
@@ -25,6 +29,7 @@ from fleetdistill_server.engine.engine import Engine
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.methods.fedavg import FedAvgServer
+from fleetdistill_server.store import backup as backups
 from fleetdistill_server.store.backup import backup, restore
 from fleetdistill_server.store.retention import needed, sweep
 from fleetdistill_server.store.store import Store
@@ -277,10 +282,44 @@ def test_only_an_empty_place_is_written_to(server: Server, tmp_path: Path) -> No
         backup(tmp_path / "nowhere", tmp_path / "other")
 
 
+@pytest.mark.parametrize("point", ["after-snapshot", "before-manifest"])
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_failed_backup_leaves_nothing_and_can_be_repeated(
+    server: Server, tmp_path: Path, point: str, existed: bool
+) -> None:
+    target = tmp_path / "backup"
+    if existed:
+        target.mkdir()
+    said = f"making the backup {target}: the disk is full$"
+    with failpoints.switched_on(f"backup.{point}=error:ENOSPC"), pytest.raises(NoSpaceError, match=said):
+        backup(server.directory, target)
+    assert (target.exists(), list(target.rglob("*"))) == (existed, [])
+    backup(server.directory, target)
+    restore(target, tmp_path / "restored")
+
+
+def test_a_snapshot_on_a_full_disk_names_the_backup(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite itself reports that the file of the copy cannot grow."""
+
+    class Small(sqlite3.Connection):
+        def backup(self, target: sqlite3.Connection, **options: Any) -> None:
+            target.execute("PRAGMA max_page_count = 1")
+            target.execute("CREATE TABLE too_much (a)")
+
+    connect = partial(sqlite3.connect, factory=Small)
+    monkeypatch.setattr(backups, "sqlite3", SimpleNamespace(**{**vars(sqlite3), "connect": connect}))
+    target = tmp_path / "backup"
+    with pytest.raises(NoSpaceError, match=f"^making the backup {target}: the disk is full$"):
+        backup(server.directory, target)
+    assert not target.exists()
+
+
 def test_a_backup_that_was_not_finished_is_none(server: Server, tmp_path: Path) -> None:
     target = tmp_path / "backup"
-    with failpoints.switched_on("backup.before-manifest=error:EIO"), pytest.raises(StoreError, match="a failpoint"):
-        backup(server.directory, target)
+    backup(server.directory, target)
+    (target / "manifest.json").unlink()  # it is written last
     with pytest.raises(ConfigurationError, match="is not a complete backup"):
         restore(target, tmp_path / "restored")
     assert not (tmp_path / "restored").exists()

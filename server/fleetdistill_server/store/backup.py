@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fleetdistill.errors import ConfigurationError, DamagedError, StoreError, in_words
+from fleetdistill.errors import ConfigurationError, DamagedError, NoSpaceError, StoreError, in_words
 from fleetdistill.link.credentials import write_private
 from fleetdistill.state import failpoints
 from fleetdistill.state.durable import keep_private, make_directory, sync_directory, sync_file
@@ -71,7 +71,8 @@ def backup(source: Path, target: Path, *, link: bool = False) -> BackedUp:
 
     Raises:
         ConfigurationError: `source` contains no store, or `target` is not empty.
-        StoreError: A file could not be read or written, or another process holds the deletion lock for too long.
+        StoreError: A file could not be read or written, or another process holds the deletion lock for too long; what
+            was written is deleted.
     """
     if not has_store(source):
         raise ConfigurationError(f"there is no store in {source}: the directory contains no {_DATABASE}")
@@ -83,7 +84,7 @@ def backup(source: Path, target: Path, *, link: bool = False) -> BackedUp:
     check_empty(target)
     store = Store.open(source)
     try:
-        with disk_errors(f"making the backup {target}"), exclusive(store):
+        with disk_errors(f"making the backup {target}"), exclusive(store), _removed_after_error(target):
             make_directory(target)
             keep_private(target)  # before anything is in it; it may have existed
             _snapshot(source / _DATABASE, target / _DATABASE)
@@ -160,13 +161,31 @@ def check_empty(target: Path) -> None:
             raise ConfigurationError(f"{target} is not an empty directory; choose an empty or a new directory")
 
 
+@contextlib.contextmanager
+def _removed_after_error(target: Path) -> Iterator[None]:
+    """Deletes what a failed backup has written, so that it can be repeated; names a target that is full."""
+    existed = target.exists()
+    try:
+        yield
+    except BaseException as error:
+        for path in target.iterdir() if target.exists() else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if not existed:
+            target.rmdir()
+        if isinstance(error, NoSpaceError):
+            raise NoSpaceError(f"making the backup {target}: the disk is full") from error
+        raise
+
+
 def _snapshot(source: Path, target: Path) -> None:
     """Copies a consistent state of the database while other processes may write to it."""
     try:
         with contextlib.closing(sqlite3.connect(source)) as from_, contextlib.closing(sqlite3.connect(target)) as to:
             from_.backup(to)
     except sqlite3.Error as error:
-        raise StoreError(f"cannot copy the database {source}: {error}") from error
+        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+            raise NoSpaceError("the disk is full") from error
+        raise StoreError(f"cannot copy the database {source} to {target}: {error}") from error
 
 
 def _needed_by(directory: Path) -> tuple[set[bytes], set[bytes]]:
