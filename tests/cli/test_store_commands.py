@@ -214,7 +214,11 @@ def test_forgetting_beside_a_server_says_when_the_data_go(directory: Path) -> No
 def test_only_a_name_that_a_run_had_is_deleted_twice(directory: Path) -> None:
     where = ("--yes", "--store", str(directory))
     for _ in range(2):
-        assert call("runs", "delete", "digts", *where)[0] == 1
+        code, told = call("runs", "delete", "digts", *where)
+        assert (code, told) == (
+            1,
+            "error: there is no run 'digts'; did you mean 'digits'? Runs in the store: digits\n",
+        )
     for _ in range(2):
         assert call("runs", "delete", RUN, *where)[0] == 0
     assert call("runs", "delete", RUN[:-1], *where)[0] == 1, "the beginning of a name is another name"

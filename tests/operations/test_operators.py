@@ -105,11 +105,25 @@ def test_refused_calls_are_stored_whoever_makes_them(place: Place) -> None:
     assert place.store.credentials.revocations() == []
 
 
+def test_deleting_an_unknown_run_is_stored_as_refused(place: Place) -> None:
+    told = f"there is no run 'digts'; did you mean '{RUN}'? Runs in the store: {RUN}"
+    for where, result in (
+        (["--store", str(place.work / "store")], f"failed: {told}"),
+        (place.as_("operator-olga"), f"refused: unknown-run: {told}"),
+    ):
+        before = len(place.calls())
+        assert told in " ".join(run("runs", "delete", "digts", "--yes", *where, code=1).split())
+        wait_until(lambda: len(place.calls()) > before, "the refusal")  # noqa: B023
+        (row,) = place.calls()[: len(place.calls()) - before]
+        assert (row["call"], row["result"]) == ("DeleteRun", result)
+
+
 UNKNOWN: dict[str, Callable[[OperatorClient], object]] = {
     "start": lambda there: there.change("nothing", RunStatus.RUNNING),
     "pause": lambda there: there.change("nothing", RunStatus.PAUSED),
     "stop": lambda there: there.change("nothing", RunStatus.STOPPED),
     "cancel": lambda there: there.change("nothing", RunStatus.CANCELLED),
+    "delete": lambda there: there.delete("nothing"),
     "roll back": lambda there: there.roll_back("nothing", 1),
     "forget": lambda there: there.forget("nothing", "camera-7"),
     "clone": lambda there: there.create(NewRun(settings={"run": {"name": "copy"}}, clone_of="nothing")),

@@ -254,7 +254,7 @@ def test_the_command_asks_before_it_deletes(directory: Path) -> None:
     assert (code, said) == (0, "there is no run 'digits'; nothing to delete\n")
     for _ in range(2):
         code, said = call(directory, "delete", "digts")
-        assert (code, said) == (1, "error: there is no run 'digts'; nothing to delete\n"), "a mistake in the name"
+        assert (code, said) == (1, "error: there is no run 'digts'; runs in the store: other\n"), "a mistake"
     code, said = call(directory, "delete", "other", "--yes")
     assert (code, files(directory)) == (0, set())
 

@@ -14,7 +14,6 @@ from rich.console import Console
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, RunError
 from fleetdistill.printable import printable
 from fleetdistill.wire.codes import Code
-from fleetdistill_console.commands.operators import cells
 from fleetdistill_console.tables import show
 from fleetdistill_server.cli.options import (
     DEFAULT_STORE,
@@ -37,7 +36,7 @@ from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.operator_calls import Outcome
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.texts import SUMS_UNREVIEWED, counted
-from fleetdistill_server.views.results import NOTHING, deleted, left_for_later, pruned, rolled_back
+from fleetdistill_server.views.results import deleted, left_for_later, pruned, rolled_back
 from fleetdistill_server.views.runs import TableRow, View
 
 StartOption = Annotated[bool, typer.Option("--start", help="Start the run too.")]
@@ -330,13 +329,9 @@ def runs_delete(
     run had.
     """
     with open_source(store, server, identity) as source:
-        row = _row_of(source, run)
         if not yes:
-            _ask(row, f"Delete run {run!r} with its model, receipts and figures?")
-        text = deleted(run, source.delete(run))
-        if row is None and not _was_deleted(source, run):
-            raise ConfigurationError(text)
-        typer.echo(text)
+            _ask(_row_of(source, run), f"Delete run {run!r} with its model, receipts and figures?")
+        typer.echo(deleted(run, source.delete(run)))
 
 
 def _row_of(source: Source, run: str) -> TableRow | None:
@@ -348,12 +343,6 @@ def _ask(row: TableRow | None, question: str) -> None:
     if row is not None:
         what = f"It is {row['status']} and has {counted(row['completed_rounds'], 'completed round')}."
         typer.confirm(f"{what} {question}", abort=True)
-
-
-def _was_deleted(source: Source, run: str) -> bool:
-    """Returns whether a deletion of the run was begun earlier; then a repetition is no mistake in the name."""
-    calls = source.operators(call="DeleteRun", text=run).lists["operators"]
-    return any(cells(call)["run"] == run and NOTHING not in call["result"] for call in calls)
 
 
 @runs_app.command("watch")

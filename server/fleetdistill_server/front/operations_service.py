@@ -211,6 +211,8 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         call = call_of(context, "DeleteRun", request)
         delete = partial(operator_jobs.delete, self._directory, request.run)
         work = partial(self._log.around, call, delete, lambda gone: Outcome(text=deleted(request.run, gone)))
+        check = partial(operator_jobs.check_deletable, self._store, request.run)
+        await in_pool(self._pool, context, partial(self._log.unless_failed, call, check))
         gone = await in_pool(self._pool, context, work)
         if gone is None:
             return operations_pb2.DeleteRunResponse()

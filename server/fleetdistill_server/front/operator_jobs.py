@@ -89,8 +89,14 @@ def forget(store: Store, run: str, device: str) -> bool:
         return run_changes.request_forgetting(store, run, device)
 
 
+def check_deletable(store: Store, run: str) -> None:
+    """Checks that there is a run, or that its deletion was begun."""
+    if not store.operator_calls.has_deleted(run):
+        _check_known(store, run)
+
+
 def delete(directory: Path, run: str) -> Pruned | None:
-    """Deletes a run with everything that belongs to it; returns None if there was none of this name."""
+    """Deletes a run with everything that belongs to it; returns None if it was deleted before."""
     with _refusals(), contextlib.closing(Store.open(directory)) as store:
         return run_changes.delete(directory, store, run)
 

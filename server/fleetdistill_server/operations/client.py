@@ -137,7 +137,7 @@ class OperatorClient(Source):
         return _state_of(self._call("ChangeRun", operations_pb2.ChangeRunRequest(run=run, status=status)).run)
 
     def delete(self, run: str) -> Pruned | None:
-        """Deletes a run with everything that belongs to it; returns None if there was none of this name."""
+        """Deletes a run with everything that belongs to it; returns None if it was deleted before."""
         reply = self._call("DeleteRun", operations_pb2.DeleteRunRequest(run=run), DELETION_SECONDS)
         if not reply.HasField("deleted"):
             return None

@@ -124,7 +124,7 @@ class Source(ABC):
 
     @abstractmethod
     def delete(self, run: str) -> Pruned | None:
-        """Deletes a run with everything that belongs to it; returns None if there was none of this name."""
+        """Deletes a run with everything that belongs to it; returns None if it was deleted before."""
 
     @abstractmethod
     def roll_back(self, run: str, to: int) -> RolledBack:
@@ -381,8 +381,10 @@ class LocalStore(Source):
         return state
 
     def delete(self, run: str) -> Pruned | None:
-        """Deletes a run with everything that belongs to it; returns None if there was none of this name."""
+        """Deletes a run with everything that belongs to it; returns None if it was deleted before."""
         call = local_call("DeleteRun", {"run": run})
+        if not self._store.operator_calls.has_deleted(run):
+            self._log.unless_failed(call, lambda: self._store.runs.existing(run))
         return self._log.around(
             call, lambda: delete(self._directory, self._store, run), lambda gone: Outcome(text=deleted(run, gone))
         )

@@ -123,6 +123,11 @@ class OperatorCalls:
             self._db.write(sql, shorten(result), int(refused), number)
             self._db.after_commit(_hit_after_result)
 
+    def has_deleted(self, run: str) -> bool:
+        """Returns whether a deletion of a run was begun, of which a repetition deletes the rest."""
+        sql = "SELECT count(*) FROM operator_calls WHERE call = 'DeleteRun' AND arguments = ? AND refused = 0"
+        return bool(self._db.value(sql, _text_of({"run": run})))
+
     def last(self) -> int:
         """Returns the id of the newest call; 0 without one."""
         return int(self._db.value("SELECT coalesce(max(id), 0) FROM operator_calls"))

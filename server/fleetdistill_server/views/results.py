@@ -6,17 +6,15 @@ from fleetdistill_server.store.retention import Freed, Pruned
 from fleetdistill_server.store.rollback import RolledBack
 from fleetdistill_server.texts import counted, readable_bytes
 
-__all__ = ["NOTHING", "deleted", "left_for_later", "missing_in", "pruned", "rolled_back"]
+__all__ = ["deleted", "left_for_later", "missing_in", "pruned", "rolled_back"]
 
-NOTHING = "nothing to delete"
-"""End of the sentence on a run that does not exist, also as the result of an operator's call."""
 _WITH = ", with "
 
 
 def deleted(run: str, gone: Pruned | None) -> str:
-    """Returns sentences on a deleted run; None if there was no such run."""
+    """Returns sentences on a deleted run; None if it was deleted before."""
     if gone is None:
-        return f"there is no run {run!r}; {NOTHING}"
+        return f"there is no run {run!r}; nothing to delete"
     rows = f"{counted(gone.rounds, 'round')}, {counted(gone.events, 'event')}, {counted(gone.figures, 'figure')}"
     later = left_for_later(gone.later)
     return f"run {run!r} is deleted: {rows}, {payloads(gone.freed)}" + (f"\n{later}" if later else "")
