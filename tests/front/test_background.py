@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import math
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -20,11 +22,12 @@ from support.processes import PATIENCE_SECONDS
 from support.secured import make_pki
 from support.wire_samples import make_payload
 
-from fleetdistill.errors import StoreError
+from fleetdistill.errors import NoSpaceError, StoreError
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.payload import chunks
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.config.server_config import ServerSection
+from fleetdistill_server.front import server
 from fleetdistill_server.front.device_service import WAKES_PER_SECOND, DeviceService
 from fleetdistill_server.front.server import _guard
 from fleetdistill_server.front.tls import log_not_valid
@@ -127,6 +130,23 @@ def test_a_background_task_goes_on_after_any_exception(caplog: pytest.LogCapture
 
     asyncio.run(_guard(fail()))
     assert "a background task failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), NoSpaceError("the database: the disk is full")]
+)
+def test_tasks_that_a_full_disk_ends_are_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(server._away, "_last", None)
+    for _ in range(3):
+        asyncio.run(_guard(fail()))
+    (record,) = caplog.records
+    assert (record.levelname, record.exc_info) == ("WARNING", None)
+    assert re.fullmatch("background tasks fail and are repeated: .*: the disk is full", record.getMessage())
 
 
 def test_files_that_are_none_of_ours_do_not_end_the_sweeps(store: Store, tmp_path: Path) -> None:

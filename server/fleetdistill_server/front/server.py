@@ -22,7 +22,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from fleetdistill.errors import ConfigurationError, StoreError, StoreUnavailableError, in_words
+from fleetdistill.errors import ConfigurationError, NoSpaceError, StoreError, StoreUnavailableError, in_words
 from fleetdistill.wire.compression import compression_of
 from fleetdistill.wire.v1 import enrolment_pb2, operations_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.config.limits import Limits
@@ -40,6 +40,7 @@ from fleetdistill_server.service.heartbeat import BEAT_SECONDS, FRONT_FILE, beat
 from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN, open_files
 from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.service.wakeups import POLL_SECONDS, Ends, Wakeups
+from fleetdistill_server.store.blobs import disk_errors
 from fleetdistill_server.store.disk_space import Bounds, DiskSpace
 from fleetdistill_server.store.group_commit import CommitThread
 from fleetdistill_server.store.meter import Meter
@@ -409,9 +410,10 @@ async def _sweep_forever(directory: Path, pool: ThreadPoolExecutor) -> None:
 
 async def _guard(work: Awaitable[object]) -> None:
     try:
-        await work
+        with disk_errors("working in the background"):
+            await work
         _away.work()
-    except StoreUnavailableError as error:
+    except (StoreUnavailableError, NoSpaceError) as error:
         _away.fail(error)
     except Exception:  # otherwise the task would end silently
         logger.exception("a background task failed; retrying")
