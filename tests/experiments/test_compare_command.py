@@ -114,7 +114,19 @@ def test_differing_defaults_are_said_once(tmp_path: Path) -> None:
         *("--method", "feddkc", "--method", "no_transfer", "--seeds", "0", "--data-dir", str(tmp_path / "data")),
         *("--set", "simulation.dataset=femnist-digits"),
     )
+    assert said.stderr.count("Devices' networks differ") == 0, "both have the default networks in turn"
     assert said.stderr.count("Defaults differ between methods: learning_rate is 0.01 with feddkc, 0.02 with") == 1
+
+
+def test_differing_networks_are_said_once(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    said = call(
+        tmp_path / "out",
+        *("--method", "fedavg", "--method", "no_transfer", "--seeds", "0", "--data-dir", str(tmp_path / "data")),
+        *("--set", "simulation.dataset=femnist-digits"),
+    )
+    assert said.stderr.count("Devices' networks differ between methods: fedavg: only the largest of the default") == 1
+    assert """--set 'simulation.models=["resnet12"]'""" in said.stderr
 
 
 def test_failed_run_is_an_error(tmp_path: Path) -> None:

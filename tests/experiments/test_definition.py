@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -301,6 +302,21 @@ def test_defaults_that_differ_are_named_with_a_remedy() -> None:
     assert of_methods("fedavg", "no_transfer").differing_defaults() == []
     (many,) = of_methods("fedavg", "no_transfer", "fedprox", "feddkd", "feddkc").differing_defaults()
     assert "0.02 with fedavg and no_transfer and 2 others, 0.01 with feddkc; " in many
+
+
+def test_networks_that_differ_are_named_with_a_remedy() -> None:
+    """Methods that average models have the largest default network on each device, others have all of them."""
+    *_, said = of_methods("fedavg", "no_transfer", "fedprox").cautions()
+    assert "fedavg and fedprox: only the largest of the default networks; " in said
+    assert "no_transfer: the default networks in turn. " in said
+    assert """--set 'simulation.models=["digits_mlp_large"]'""" in said
+    assert of_methods("fedavg", "fedprox").differing_networks() == []
+    compared = of_methods("fedavg", "no_transfer")
+    two = {"simulation": {"models": ["digits_linear", "digits_mlp_large"]}}
+    (among,) = replace(compared, sections=two).differing_networks()
+    assert "fedavg: only the largest of digits_linear, digits_mlp_large; no_transfer: digits_linear, " in among
+    one = {"simulation": {"models": ["digits_mlp_large"]}}
+    assert replace(compared, sections=one).differing_networks() == []
 
 
 def test_more_classes_than_the_data_set_has_are_refused() -> None:

@@ -514,6 +514,7 @@ def test_tuned_value_is_the_best_on_held_out_rows(tmp_path: Path) -> None:
         assert len(runs) == 6
         page = write_report(tuned, results, tmp_path / "report").page.read_text()
     assert "learning_rate = 0.05" in page
+    assert "networks differ between methods: FedAvg: only the largest" in page
 
 
 @pytest.mark.long

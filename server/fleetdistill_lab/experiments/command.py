@@ -57,7 +57,7 @@ def compare(
 ) -> None:
     """Compares methods over seeds. Example: fleetdistill compare --method classstats --method fedavg --seeds 0-4
 
-    Every seed gives all methods the same data, partition and initial weights. Finished runs in --out are not repeated.
+    Every seed gives all methods the same data and partition. Finished runs in --out are not repeated.
     `fleetdistill experiment` runs grids of settings, from a file.
     """
     from fleetdistill_lab.experiments.definition import Experiment, MethodEntry, parse_seeds
@@ -137,7 +137,7 @@ def _run(
                 more = f"; {left}" if left and done.finished < done.total else ""
                 console.print(f"{done.finished} of {done.total} finished before{more}", highlight=False)
             if not begun:
-                for sentence in experiment.differing_defaults():
+                for sentence in experiment.cautions():
                     console.print(sentence, soft_wrap=True, highlight=False, markup=False)
             if not done.finished and not begun:
                 what = f" that tune {experiment.tune.setting}" if experiment.tune else ""

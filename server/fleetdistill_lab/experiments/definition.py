@@ -21,6 +21,7 @@ from fleetdistill_lab.experiments.metrics import METRICS, Target
 from fleetdistill_lab.simulation.checks import check_settings
 from fleetdistill_lab.simulation.folder import FREE_TO_CHANGE, settings_as_json
 from fleetdistill_lab.simulation.options import check_section, merge_settings
+from fleetdistill_lab.simulation.spec.plan import DIGITS_MODELS, RESNET_MODELS, models_in_words
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.section import read_toml
 
@@ -176,7 +177,8 @@ class Experiment:
     Attributes:
         name: Name of the file, without its suffix.
         title: What is shown.
-        seeds: Seeds. All runs of a seed and a grid point have the same data, partition and initial weights.
+        seeds: Seeds. All runs of a seed and a grid point have the same data and partition, and the same initial weights
+            where methods distribute them for the same network.
         methods: Methods by label.
         source: Publication that the experiment follows.
         note: What differs from it.
@@ -351,6 +353,29 @@ class Experiment:
             f"Defaults differ between methods: {differing}. To set them alike, give compare {remedy}, or "
             "set them in [method] of an experiment's file."
         ]
+
+    def differing_networks(self) -> list[str]:
+        """Returns a sentence if the devices of some methods have other networks than those of others."""
+        points: dict[str, dict[str, list[str]]] = {}
+        cells = replace(self, seeds=self.seeds[:1]).cells()
+        for cell in cells:
+            points.setdefault(cell.point, {}).setdefault(models_in_words(cell.simulation), []).append(cell.label)
+        point, found = max(points.items(), key=lambda of: len(of[1]))
+        if len(found) == 1:
+            return []
+        one = cells[0].simulation
+        usual = DIGITS_MODELS[2] if one.dataset == "digits" and one.image_size is None else RESNET_MODELS[-1]
+        differing = "; ".join(f"{_some(of)}: {models}" for models, of in found.items())
+        remedy = f'models=["{(*one.model_paths, usual)[0]}"]'
+        return [
+            f"Devices' networks differ between methods{f' ({point})' if point else ''}: {differing}. To give all the "
+            f"same one, give compare --set 'simulation.{remedy}', or set {remedy} in [simulation] of an experiment's "
+            "file."
+        ]
+
+    def cautions(self) -> list[str]:
+        """Returns sentences about what differs between methods that a reader may take for equal."""
+        return [*self.differing_defaults(), *self.differing_networks()]
 
     def without_other_points(self, others: Iterable[str]) -> Experiment:
         """Returns a copy without claims about grid points of another scale only, whose printed values are apart."""

@@ -149,7 +149,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
             + ", ".join(f"{count} {status}" for status, count in by_status.items()),
             source=experiment.source,
             note=experiment.note,
-            warnings=[*experiment.differing_defaults(), *warnings],
+            warnings=[*experiment.cautions(), *warnings],
             sections=[section for section in sections if section.tables or section.figures],
             definition=next(iter(results.database["experiment"].rows))["definition"],
         ),

@@ -294,6 +294,16 @@ def device_models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
     return (largest_model(wanted, data),) if _needs(wanted).same_architecture else _models(wanted, data)
 
 
+def models_in_words(wanted: Simulation) -> str:
+    """Returns which models the devices have, as far as the settings say it without the data."""
+    if wanted.extractor and not wanted.models:
+        return f"those of the extractor {path_of(wanted.extractor)}"
+    if len(wanted.model_paths) == 1:
+        return wanted.model_paths[0]
+    of = ", ".join(wanted.model_paths) or "the default networks"
+    return f"only the largest of {of}" if _needs(wanted).same_architecture else f"{of} in turn"
+
+
 def deal(wanted: Simulation, data: Dataset) -> Partition:
     """Partitions the training data over the devices."""
     labels = data.train_labels.numpy()
