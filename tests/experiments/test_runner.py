@@ -512,8 +512,11 @@ def test_tuned_value_is_the_best_on_held_out_rows(tmp_path: Path) -> None:
         chosen = [runs[cell.run].settings["method"]["learning_rate"] for cell in results.cells()]
         assert chosen == [0.05, 0.05]
         assert len(runs) == 6
-        page = write_report(tuned, results, tmp_path / "report").page.read_text()
+        written = write_report(tuned, results, tmp_path / "report")
+    page, edge = written.page.read_text(), "FedAvg: 0.05 is the largest; alone: 0.05 is the largest. Try further"
     assert "learning_rate = 0.05" in page
+    assert edge in page
+    assert edge in " ".join(written.warnings)
     assert "networks differ between methods: FedAvg: only the largest" in page
 
 
@@ -584,6 +587,26 @@ def test_report_follows_an_edited_file(done, tmp_path: Path) -> None:
     file.write_text(tuned + file.read_text())
     said = call("report", str(file), "--out", str(tmp_path / "out"))
     assert "2 runs that tune a setting are missing" in said.stderr
+    assert f"the earlier report is still in {tmp_path}/out/report/index.html" in said.stderr.replace("\n", "")
+
+
+def test_progress_of_the_tuning_says_that_the_grid_follows(tmp_path: Path) -> None:
+    """All runs fail at once, since the data set is missing."""
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "tuned.toml"
+    file.write_text(
+        """
+        seeds = [0]
+        tune = { setting = "method.learning_rate", values = [0.1, 0.2] }
+        simulation = { dataset = "femnist-digits", devices = 2 }
+        grid = { alpha = [0.1, 1.0] }
+        methods = { fedavg = {} }
+        """
+    )
+    words = ("--data-dir", str(tmp_path / "data"), "--workers", "2")
+    said = call("run", str(file), "--out", str(tmp_path / "out"), *words).stderr
+    assert "4 runs that tune method.learning_rate; a line follows when one ends; 2 runs of the grid follow\n" in said
+    assert said.index("4 of 4: ") < said.index("2 runs of the grid; a line follows") < said.index("1 of 2: ")
 
 
 def test_packaged_experiments_are_listed_and_shown(tmp_path: Path) -> None:

@@ -124,25 +124,36 @@ def _run(
         MofNCompleteColumn(),
         TextColumn("{task.fields[left]}"),
     )
-    failed, begun = list[str](), list[bool]()
+    failed, begun = list[str](), set[bool]()  # whether the tuning, and the grid, has begun
     bars = Bars(*columns, console=console, transient=True)
     task = bars.add_task("runs", total=None, left="")
 
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
+
     def note(done: Progress) -> None:
         bars.start()
-        left = "" if done.seconds_left is None else f"about {_duration(done.seconds_left)} left"
+        of_tuning = " of the tuning" if done.following else ""
+        left = "" if done.seconds_left is None else f"about {_duration(done.seconds_left)} left{of_tuning}"
         bars.update(task, total=done.total, completed=done.finished + done.failed, left=left)
         if done.cell is None:
-            if done.finished and not begun:
+            if (done.following > 0) in begun:
+                return
+            what, then = "", ""
+            if experiment.tune and done.following:
+                what = f" that tune {experiment.tune.setting}"
+                then = f"; {counted(done.following, 'run')} of the grid follow"
+            elif experiment.tune:
+                what = " of the grid"
+            if done.finished:
                 more = f"; {left}" if left and done.finished < done.total else ""
-                console.print(f"{done.finished} of {done.total} finished before{more}", highlight=False)
-            if not begun:
-                for sentence in experiment.cautions():
-                    console.print(sentence, soft_wrap=True, highlight=False, markup=False)
-            if not done.finished and not begun:
-                what = f" that tune {experiment.tune.setting}" if experiment.tune else ""
-                console.print(f"{counted(done.total, 'run')}{what}; a line follows when one ends", highlight=False)
-            begun.append(True)
+                runs = f" runs{what}" if what else ""
+                say(f"{done.finished} of {done.total}{runs} finished before{more}{then}")
+            for sentence in experiment.cautions() if not begun else ():
+                say(sentence)
+            if not done.finished:
+                say(f"{counted(done.total, 'run')}{what}; a line follows when one ends{then}")
+            begun.add(done.following > 0)
             return
         where = join_names(done.cell.label, done.cell.point, f"seed {done.cell.simulation.seed}", done.cell.tried)
         if done.error:
@@ -150,7 +161,7 @@ def _run(
         line = f"failed: {done.error}" if done.error else f"{done.seconds:.0f} s"
         count = f"{done.finished + done.failed} of {done.total}"
         more = f"; {left}" if left and done.finished + done.failed < done.total else ""
-        console.print(f"{count}: {where}: {line}{more}", soft_wrap=True, highlight=False, markup=False)
+        say(f"{count}: {where}: {line}{more}")
 
     try:
         ctrl_c_interrupts()

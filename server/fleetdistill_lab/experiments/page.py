@@ -166,6 +166,7 @@ def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, 
     methods = [entry.method or label for label, entry in experiment.methods.items()]
     result = [f"A control is missing: {CONTROLS[name]}." for name in missing_controls(methods)]
     result += _power_lines(experiment, results)
+    result += _edge_lines(experiment, results)
     if by_status.get("not run"):
         result.append(
             f"{counted(by_status['not run'], 'cell')} not run yet: a mean says over how many seeds it is, and what "
@@ -296,6 +297,22 @@ def tuning_lines(experiment: Experiment, results: Results) -> list[str]:
         f"{experiment.tune.setting} = {of[0][0]}: {join_names(label, point)}"
         for (label, point), of in results.tuned(experiment).items()
         if experiment.tune is not None
+    ]
+
+
+def _edge_lines(experiment: Experiment, results: Results) -> list[str]:
+    """Returns a sentence about tuned values beyond which a better one may be."""
+    found = []
+    for (label, point), of in results.tuned(experiment).items():
+        chosen, tried = of[0][0], [value for value, _ in of]
+        if len(tried) > 1 and all(type(value) in (int, float) for value in tried):
+            end = {min(tried): "smallest", max(tried): "largest"}.get(chosen)
+            found += [f"{join_names(label, point)}: {chosen} is the {end}"] if end else []
+    if experiment.tune is None or not found:
+        return []
+    return [
+        f"A better {experiment.tune.setting} may be beyond the values that were tried: {'; '.join(found)}. Try further "
+        "values in [tune]."
     ]
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,6 +45,8 @@ class Progress:
         cell: The run that ended last; None while one makes progress.
         error: Why it failed; empty otherwise.
         seconds: Its duration in seconds.
+        following: Number of runs of the grid that follow, which no other number counts; 0 if these are not of the
+            tuning.
     """
 
     total: int
@@ -54,6 +56,7 @@ class Progress:
     cell: Cell | None = None
     error: str = ""
     seconds: float = 0.0
+    following: int = 0
 
 
 @dataclass
@@ -134,7 +137,9 @@ def run_experiment(
         try:
             results.begin(experiment, cells, definition)
             if tried:
-                run.cells([cell for _, cell in tried])
+                following = len({cell.run for cell in cells})
+                of_tuning = replace(run, on_progress=lambda done: on_progress(replace(done, following=following)))
+                of_tuning.cells([cell for _, cell in tried])
                 cells = experiment.cells(results.tune(experiment, tried))
                 results.begin(experiment, cells, definition)
             run.cells(cells)
@@ -171,9 +176,11 @@ def follow_edits(experiment: Experiment, out: Path, definition: str) -> None:
         tried = experiment.tuning_cells()
         with _lock(out):
             if missing := {cell.run for _, cell in tried} - results.runs().keys():
+                page = out / "report" / "index.html"
+                earlier = f"; the earlier report is still in {page}" if page.exists() else ""
                 raise DataError(
                     f"the file of {experiment.name} was edited, and {counted(len(missing), 'run')} that tune a setting "
-                    "are missing; make them with `fleetdistill experiment run`"
+                    f"are missing; make them with `fleetdistill experiment run`{earlier}"
                 )
             cells = experiment.cells(results.tune(experiment, tried))
             results.begin(experiment, cells, definition)
