@@ -27,7 +27,9 @@ from fleetdistill_lab.experiments.summary import (
 from fleetdistill_lab.experiments.tables import (
     Table,
     claim_table,
+    fit,
     model_table,
+    printed_table,
     rich_table,
     save_csv,
     save_latex,
@@ -58,10 +60,28 @@ FINISHED = {(point, label): 3 for point in VALUES for label in ("a", "b")} | {
 }
 
 
-def text_of(table) -> str:
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+def text_of(table, width: int = 200) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(rich_table(table))
     return console.export_text()
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+def test_wide_table_is_shown_whole_with_points_as_rows(width: int) -> None:
+    points = [f"MNIST, {devices} devices, alpha {alpha}" for devices in (10, 50) for alpha in (0.05, 0.1, 1.0, 5.0)]
+    labels = ["FedAvg", "CDKT (RepFull)", "FedProx, mu 1", *"abcdef"]
+    printed = {
+        label: {point: 10.0 * row + column for column, point in enumerate(points)} for row, label in enumerate(labels)
+    }
+    parts = fit(printed_table("accuracy", printed), width)
+    text = "\n".join(text_of(part, width) for part in parts)
+    assert "…" not in text
+    assert all(label in text for label in labels)
+    assert text.count(points[-1]) == len(parts) == (2 if width == 80 else 1)
+    values = [value for part in parts for row in part.rows for value in row[1:]]
+    assert sorted(values, key=float) == [f"{value:g}" for of in printed.values() for value in of.values()]
+    narrow = printed_table("accuracy", {"a": {"x": 1.0, "y": 2.0}})
+    assert fit(narrow, width) == [narrow]
 
 
 def test_lines_have_means_spreads_and_paired_differences() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -303,14 +304,14 @@ def _write_report(experiment: Experiment, folder: Path) -> None:
 
     from fleetdistill_lab.experiments.page import write_report
     from fleetdistill_lab.experiments.results import open_results
-    from fleetdistill_lab.experiments.tables import rich_table
+    from fleetdistill_lab.experiments.tables import fit, rich_table
 
     with open_results(folder) as results:
         written = write_report(experiment, results, folder / "report")
     console = Console()
     if not console.is_terminal:
         console = Console(width=_PIPED_WIDTH)
-    for table in written.tables:
+    for table in chain.from_iterable(fit(table, console.width) for table in written.tables):
         console.print(rich_table(table))
         console.print()
     reference = experiment.reference or next(iter(experiment.methods))

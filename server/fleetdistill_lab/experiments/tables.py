@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ __all__ = [
     "Table",
     "change_table",
     "claim_table",
+    "fit",
     "format_value",
     "model_table",
     "printed_table",
@@ -226,6 +227,46 @@ def rich_table(table: Table) -> rich.table.Table:
     for row in table.rows:
         result.add_row(*row)
     return result
+
+
+def fit(table: Table, width: int) -> list[Table]:
+    """Returns a table in parts that a terminal of so many columns shows whole.
+
+    A table that is too wide has its grid points as rows, and columns that still do not fit in further tables.
+
+    Args:
+        table: A table whose columns are grid points if its first header is empty.
+        width: Number of the terminal's columns.
+    """
+    lines = [table.header, *table.rows]
+    sizes = _sizes(lines)
+    if sum(sizes) <= width:
+        return [table]
+    if not table.header[0] and len(table.header) > 2:
+        lines = [list(line) for line in zip(*lines, strict=True)]
+        sizes = _sizes(lines)
+    parts = [list[int]()]
+    for at, size in enumerate(sizes[1:], 1):
+        if parts[-1] and sizes[0] + sum(sizes[part] for part in parts[-1]) + size > width:
+            parts.append([])
+        parts[-1].append(at)
+    header, *rows = lines
+    return [
+        replace(
+            table,
+            title=f"{table.title}, continued" if number else table.title,
+            header=[header[at] for at in (0, *part)],
+            rows=[[row[at] for at in (0, *part)] for row in rows],
+        )
+        for number, part in enumerate(parts)
+    ]
+
+
+def _sizes(lines: Sequence[Sequence[str]]) -> list[int]:
+    """Returns the width of each column of `rich_table`, with what separates it from the next one."""
+    from rich.cells import cell_len
+
+    return [max(map(cell_len, column)) + 3 for column in zip(*lines, strict=True)]
 
 
 def save_csv(rows: Iterable[ModelRow | Summary | Pair], file: Path) -> None:
