@@ -24,8 +24,8 @@ from fleetdistill.state.file_lock import lock_file
 from fleetdistill_lab.experiments.changes import changed_definition, changed_results, changed_versions
 from fleetdistill_lab.experiments.definition import Claim, Experiment, MethodEntry, Tune, read_experiment
 from fleetdistill_lab.experiments.metrics import Target
-from fleetdistill_lab.experiments.page import write_report
-from fleetdistill_lab.experiments.results import open_results
+from fleetdistill_lab.experiments.page import Written, write_report
+from fleetdistill_lab.experiments.results import Results, open_results
 from fleetdistill_lab.experiments.runner import Progress, Times, run_experiment
 from fleetdistill_lab.experiments.summary import holm, paired_p
 from fleetdistill_lab.simulation.fleet import simulate
@@ -607,6 +607,27 @@ def test_progress_of_the_tuning_says_that_the_grid_follows(tmp_path: Path) -> No
     said = call("run", str(file), "--out", str(tmp_path / "out"), *words).stderr
     assert "4 runs that tune method.learning_rate; a line follows when one ends; 2 runs of the grid follow\n" in said
     assert said.index("4 of 4: ") < said.index("2 runs of the grid; a line follows") < said.index("1 of 2: ")
+
+
+def test_ctrl_c_says_that_the_report_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def written(*_: object) -> Written:
+        print("now it is written", file=sys.stderr)
+        return Written(tmp_path, [], [])
+
+    monkeypatch.setattr("fleetdistill_lab.experiments.runner.run_experiment", interrupted)
+    monkeypatch.setattr("fleetdistill_lab.experiments.page.write_report", written)
+    file, out = tmp_path / "tiny.toml", tmp_path / "out"
+    file.write_text(FILE)
+    Results(out).close()
+    said = call("run", str(file), "--out", str(out))
+    assert said.exit_code == 130
+    assert said.stderr.splitlines()[1:] == [
+        f"writing the report of what has run to {out}/report",
+        "now it is written",
+    ]
 
 
 def test_packaged_experiments_are_listed_and_shown(tmp_path: Path) -> None:

@@ -306,6 +306,7 @@ def _write_report(experiment: Experiment, folder: Path) -> None:
     from fleetdistill_lab.experiments.results import open_results
     from fleetdistill_lab.experiments.tables import fit, rich_table
 
+    typer.echo(f"writing the report of what has run to {folder / 'report'}", err=True)  # takes up to half a minute
     with open_results(folder) as results:
         written = write_report(experiment, results, folder / "report")
     console = Console()
