@@ -262,7 +262,8 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         [
             "Each method beside the next one of the order that the source prints, over all grid points and seeds, with "
             "the p value of a two-sided t test of the leads, adjusted by Holm's method for the pairs of the claim. A "
-            "pair of runs that several grid points share counts once."
+            "pair of runs that several grid points share counts once. The test takes all leads as independent; those "
+            "of one seed share initial weights and data, so that p values over several grid points can be too small."
         ],
     )
     for number, claim in enumerate(experiment.claims, 1):
