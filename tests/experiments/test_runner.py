@@ -144,6 +144,7 @@ def test_finished_runs_are_not_repeated(done) -> None:
     assert figures(folder) == before
 
 
+@pytest.mark.long
 def test_changed_target_needs_no_new_run(done) -> None:
     folder, _ = done
     seen = list[Progress]()
@@ -211,6 +212,7 @@ def test_time_left_is_estimated_from_earlier_calls(done, tmp_path: Path) -> None
         assert results.values("seconds")[""]["FedAvg"][0] == 1000.0
 
 
+@pytest.mark.long
 def test_compare_says_how_many_cells_are_shared(done, tmp_path: Path) -> None:
     folder, _ = done
     (tmp_path / "other").mkdir()
@@ -349,6 +351,7 @@ def test_killed_experiment_continues_to_the_same_results(done, tmp_path: Path) -
     assert figures(tmp_path) == figures(folder)
 
 
+@pytest.mark.long
 @pytest.mark.cold_start
 def test_run_ends_with_its_killed_experiment(tmp_path: Path) -> None:
     """Its round lasts for years; a run holds the experiment's lock until its process has ended."""
@@ -419,6 +422,7 @@ def test_failed_run_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.
     assert "1 finished, 1 failed" in written.page.read_text()
 
 
+@pytest.mark.long
 def test_two_calls_do_not_run_in_one_folder(done) -> None:
     folder, _ = done
     code = (
@@ -551,6 +555,7 @@ def test_page_stands_alone_and_says_what_is_missing(tmp_path: Path) -> None:
     assert re.search(r"FedProx +\d", again.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.pictures
 def test_report_follows_an_edited_file(done, tmp_path: Path) -> None:
     """The folder has the runs of FedAvg and FedProx with seeds 0 and 1; the file now has another grid and target."""
@@ -591,6 +596,7 @@ def test_report_follows_an_edited_file(done, tmp_path: Path) -> None:
     assert f"the earlier report is still in {tmp_path}/out/report/index.html" in said.stderr.replace("\n", "")
 
 
+@pytest.mark.long
 def test_progress_of_the_tuning_says_that_the_grid_follows(tmp_path: Path) -> None:
     """All runs fail at once, since the data set is missing."""
     (tmp_path / "data").mkdir()

@@ -232,6 +232,7 @@ AUTHORISED = {
     f"{_operations}/ExportModel": "bad-message",
     f"{_operations}/RollBackRun": "unknown-run",
     f"{_operations}/ForgetDevice": "unknown-run",
+    f"{_operations}/DeleteRun": "unknown-run",
 }
 """What a rightful caller is told instead: an export takes a model and many seconds, see `test_copies`; and a rollback a
 checkpoint, see `test_changes_from_elsewhere`."""
