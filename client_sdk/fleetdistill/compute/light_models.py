@@ -1,4 +1,4 @@
-"""Model variants of a device without PyTorch: closed-form classifiers on the features of the run's extractor."""
+"""Model variants of a device without PyTorch: closed-form classifiers on the run's extractor, and their ONNX export."""
 
 from __future__ import annotations
 
@@ -150,14 +150,8 @@ def unpack_variants(saved: bytes) -> tuple[dict[str, Any], dict[str, ClassSpace]
 # Appends the classifier's operators to the graph of the run's extractor. Requires the package `onnx`.
 
 _TOLERANCE = 1e-4
-
-
 _MIN_OPSET = 18  # required by ReduceMin with axes as an input
-
-
 _OWN = "fleetdistill_"  # prefix of the names of added nodes
-
-
 _REFERENCE = Reference(
     "this device",
     "the extractor's file does not support every batch size; the server's operator must export it again",

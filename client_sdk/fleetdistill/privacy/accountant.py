@@ -1,4 +1,4 @@
-"""Converts between (epsilon, delta) and the noise of the Gaussian and the discrete Gaussian mechanism.
+"""Converts between (epsilon, delta), a run's guarantee, and the noise of the (discrete) Gaussian mechanism.
 
 A release of L2 sensitivity 1 with noise of standard deviation 1 / mu satisfies mu-Gaussian differential privacy (GDP).
 Several releases of the same row compose to the root of the sum of their mu squared.
@@ -20,11 +20,7 @@ from fleetdistill.errors import ConfigurationError
 __all__ = ["Guarantee"]
 
 _MAX_EPSILON = 100.0
-
-
 """Guarantees beyond it mean nothing, and `exp` of ten times as much overflows."""
-
-
 _BISECTIONS = 200
 
 

@@ -1,4 +1,4 @@
-"""The primitives of secure sums: HKDF, X25519, Ed25519, ChaCha20, and numbers modulo 2^(8 width).
+"""The primitives of secure sums: HKDF, X25519, Ed25519, ChaCha20, shares, and numbers modulo 2^(8 width).
 
 Numbers are uint64 arrays; on the wire each has `width` bytes, 4 to 8, little-endian.
 
@@ -31,17 +31,9 @@ except ImportError as error:
 
 
 Numbers = NDArray[np.uint64]
-
-
 """Numbers modulo 2^(8 width)."""
-
-
 _PREFIX = b"fleetdistill/secagg/1/"
-
-
 _NO_NONCE = bytes(12)  # every key seals one box
-
-
 _START = bytes(16)  # counter and nonce 0: every key makes one stream
 
 
@@ -162,14 +154,8 @@ def lift(numbers: Numbers, width: int) -> NDArray[np.int64]:
 # secret. Python's integers do not compute in constant time: nobody else can time them here.
 
 PRIME = 2**255 - 19
-
-
 SHARE_BYTES = 32
-
-
 SECRET_BYTES = 31
-
-
 _COEFFICIENT_BYTES = 64  # twice the field's length, so that reduction leaves no bias
 
 

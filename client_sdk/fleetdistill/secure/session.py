@@ -1,4 +1,4 @@
-"""A session of a secure sum: its parameters, its id, its devices, who is whose neighbour, and the messages to sign.
+"""A session of a secure sum: parameters, id, devices, who is whose neighbour, messages to sign, and masks.
 
 Integers are little-endian and unsigned. A device's index is its place in the bytewise order of the devices' ids.
 """
@@ -20,47 +20,19 @@ from fleetdistill.secure.primitives import Numbers, agree, hkdf, mask, sha256, t
 __all__ = ["LIMITED", "PRIVATE", "Masks", "Parameters"]
 
 PRIVATE = 1
-
-
 """Each device adds its part of the noise."""
-
-
 LIMITED = 2
-
-
 """No noise; each device limits the rank of its second moment before it is summed."""
-
-
 _MODES = {0: "full", PRIVATE: "private", LIMITED: "limited"}
-
-
 _BLOCK = struct.Struct("<BBBBHHBBBBIIIHHdd")
-
-
 _VERSION = 1
-
-
 _MIN_DEVICES = 3
-
-
 _MAX_EPSILON = 100.0
-
-
 _MIN_DEGREE = 10
-
-
 _BARE_ENTRY, _SIGNED_ENTRY = 100, 196
-
-
 MAX_LOG2_LEAKED = -40
-
-
 """Largest log2 of the probability that a ring lets the corrupt devices learn a secret, or falls apart."""
-
-
 MAX_LOG2_NO_SUM = -20
-
-
 """Largest log2 of the probability that a ring loses a sum: it costs a round only."""
 
 

@@ -1,4 +1,4 @@
-"""Names of the SDK's files in a state directory: only these are ever erased, and other files mark a foreign folder."""
+"""The SDK's files in a state directory and their erasure: no others are erased, and others mark a foreign folder."""
 
 from __future__ import annotations
 
@@ -16,18 +16,12 @@ from fleetdistill.state.files import Files
 from fleetdistill.state.privacy_ledger import PRIVACY_LEDGER
 
 DEVICE = "device.json"
-
-
 _IN_USE = "deployed.json"
-
-
 _TOP = (
     r"(lock|erasing|(device|deployed|usage|pace|last_outcome|privacy|secure(_steps|_ended)?)\.json|ledger\.jsonl|rows\.txt|released\.npz"
     r"|(profile|contract|sample_ids)\.bin|(state|delivered)\.safetensors|(model|general|personal|own)\.onnx"
     r"|model\.onnx\.due|roll-back\.due|pinned)"
 )
-
-
 _IN_FOLDERS = (
     r"outbox/((header|data)\.bin|(candidate|delivered)\.safetensors|(manifest|outcome)\.json|tries\.txt)",
     r"downloads/[0-9a-f]{64}\.(part|payload)",
@@ -37,17 +31,9 @@ _IN_FOLDERS = (
     r"proxy/(header|data)\.bin",  # SDK 0.1
     r"export\.new/.+",
 )
-
-
 _OWN = re.compile("|".join((_TOP, *_IN_FOLDERS)))
-
-
 _FOLDERS = re.compile(r"outbox|downloads|versions(/\d+)?|tls|proxy|export\.new(/.+)?")
-
-
 _ENDING = re.compile(r"(\.new(?<!^export\.new)|\.damaged-\d+)(?=/|$)")
-
-
 _HARMLESS = re.compile(r"\..*|lost\+found")  # hidden files, and the folder of a file system's root
 
 
@@ -126,8 +112,6 @@ def _listed_onnx(directory: Path) -> set[str]:
 # erasing         exists while the directory is being erased; the next start completes the erasure
 
 ERASING = "erasing"
-
-
 _KEPT = (PRIVACY_LEDGER, "lock", ERASING)
 
 

@@ -1,4 +1,4 @@
-"""The last accepted check-in of a device: what it described, and the contract of its run.
+"""The last accepted check-in of a device: what it described, the version of its data, and the contract of its run.
 
 With the profile an idle device does not need its model and data; with the contract it predicts without the server.
 
@@ -21,14 +21,8 @@ from fleetdistill.wire.v1 import contract_pb2
 __all__ = ["data_version", "save_profile"]
 
 PROFILE, CONTRACT = "profile.bin", "contract.bin"
-
-
 _MARK = b"\0crc"
-
-
 _EARLIER = b"\n"  # the first byte of a profile of formats 1 and 2, which had no checksum
-
-
 M = TypeVar("M", bound=Message)
 
 

@@ -18,42 +18,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["own_randomness", "without_app"]
-
-# --- Whether a computation shares its process with an app, whose settings of torch must then be protected.
-
-_alone: ContextVar[bool] = ContextVar("fleetdistill_alone", default=False)
-
-
-@contextmanager
-def without_app() -> Iterator[None]:
-    """Declares that the block runs in a process without an app, such as a simulation with a single thread.
-
-    `in_own_thread` then uses the calling thread, and `own_randomness` the global generators, whose state it restores.
-    Both give the same results as otherwise. The caller sets torch's number of threads.
-    """
-    token = _alone.set(True)
-    try:
-        yield
-    finally:
-        _alone.reset(token)
-
-
-def is_alone() -> bool:
-    """Returns whether the calling code runs in a block of `without_app`."""
-    return _alone.get()
-
-
 _aten = torch.ops.aten
-
-
 _LIKE: Mapping[Any, Callable[..., torch.Tensor]] = {
     _aten.rand_like.default: lambda result, generator: result.uniform_(0, 1, generator=generator),
     _aten.randn_like.default: lambda result, generator: result.normal_(0, 1, generator=generator),
     _aten.randint_like.default: lambda result, high, generator: result.random_(0, high, generator=generator),
     _aten.randint_like.low_dtype: lambda result, low, high, generator: result.random_(low, high, generator=generator),
 }
-
-
 """Operations without a variant for a generator, by what they do with a tensor of the wanted shape and type."""
 
 
@@ -149,8 +120,6 @@ class _OwnGenerators(TorchDispatchMode):
 
 
 _current: ContextVar[_OwnGenerators | None] = ContextVar("fleetdistill_own_generators", default=None)
-
-
 _variants: dict[Any, Any] = {}
 
 
@@ -176,3 +145,27 @@ def _device_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device
     tensor = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
     device = torch.device(kwargs.get("device") or "cpu") if tensor is None else tensor.device
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+
+# --- Whether a computation shares its process with an app, whose settings of torch must then be protected.
+
+_alone: ContextVar[bool] = ContextVar("fleetdistill_alone", default=False)
+
+
+@contextmanager
+def without_app() -> Iterator[None]:
+    """Declares that the block runs in a process without an app, such as a simulation with a single thread.
+
+    `in_own_thread` then uses the calling thread, and `own_randomness` the global generators, whose state it restores.
+    Both give the same results as otherwise. The caller sets torch's number of threads.
+    """
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+def is_alone() -> bool:
+    """Returns whether the calling code runs in a block of `without_app`."""
+    return _alone.get()

@@ -47,35 +47,15 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "panels": ("--panels", list[str]),
     "out": ("--out", Path),
 }
-
-
 """Fields of `Simulation` that have an option, with its name and type; an option with a list can be repeated."""
-
-
 _VARIABLES = {"data_dir": "FLEETDISTILL_DATA"}
-
-
 _SECTIONS = {"simulation": Simulation, "fleet": FleetBehaviour}
-
-
 """Sections with the fields of a class."""
-
-
 _CHECKED_LATER = {"method": "settings", "partition": "partition_settings"}
-
-
 """Sections with the settings of what a field names, and the fields of `Simulation` that have them."""
-
-
 _NO_LIST = ("tuple_type", "sequence_str", "is_instance_of")
-
-
 """pydantic's errors for a value that is not a list."""
-
-
 _OTHER_SECTIONS = (*_CHECKED_LATER.values(), "behaviour")
-
-
 """Fields of `Simulation` that have a section of their own."""
 
 

@@ -27,76 +27,10 @@ from fleetdistill_server.training.ranks import ALONE
 from fleetdistill_server.training.resume import ResumePoints
 from fleetdistill_server.training.trainer import Trainer
 
-# --- The newest resume point of a training, as a blob of the store and a file that names it.
-#
-# No row refers to the blob: sweeps delete it an hour after a crash, and forgetting a device deletes it immediately.
-
-FILE = "training.json"
-
-
-class ResumeStorage:
-    """Implements `fleetdistill_server.training.resume.Storage`.
-
-    Args:
-        blobs: Blobs of the store.
-        directory: Directory of the file that names the blob.
-    """
-
-    def __init__(self, blobs: Blobs, directory: Path) -> None:
-        self._blobs = blobs
-        self._file = directory / FILE
-
-    def save(self, key: str, state: Any) -> None:
-        before = self._named()
-        sha256 = self._blobs.put_state(pack_state(state))
-        failpoints.hit("engine.training.before-name")
-        self._name(key, sha256)
-        failpoints.hit("engine.training.after-name")
-        if before is not None and before[1] != sha256:
-            self._blobs.drop(before[1])
-
-    def load(self, key: str) -> Any | None:
-        named = self._named()
-        if named is None or named[0] != key:
-            return None
-        with contextlib.suppress(DamagedError, StateError):
-            return unpack_state(self._blobs.get_state(named[1]))
-        return None
-
-    def clear(self) -> None:
-        named = self._named()
-        if named is None:
-            return
-        with disk_errors(f"deleting {self._file}"):
-            self._file.unlink(missing_ok=True)
-        self._blobs.drop(named[1])
-
-    def _name(self, key: str, sha256: bytes) -> None:
-        written = self._file.with_suffix(".new")
-        with disk_errors(f"writing {self._file}"):
-            written.write_text(json.dumps({"key": key, "sha256": sha256.hex()}), encoding="utf-8")
-            rename_durably(written, self._file)
-
-    def _named(self) -> tuple[str, bytes] | None:
-        """Returns key and digest; None if there is no file, or if it is damaged."""
-        with contextlib.suppress(OSError, ValueError, KeyError, StoreError):
-            named = json.loads(self._file.read_text(encoding="utf-8"))
-            return str(named["key"]), bytes.fromhex(named["sha256"])
-        return None
-
-
 logger = logging.getLogger("fleetdistill.server.engine")
-
-
 _PROGRESS = "round "
-
-
 """Beginning of the reason in the run's status while it reports progress."""
-
-
 INTERVAL_SECONDS = 10.0
-
-
 """Minimum time between two reports, in seconds; also before the first one, so that short work reports nothing."""
 
 
@@ -213,3 +147,61 @@ class RoundTraining:
     def _show(self, number: int, text: str) -> None:
         logger.info("%s", text, extra=about(run=self._run, round=number))
         self._store.runs.set_status(self._run, RunStatus.RUNNING, f"{_PROGRESS}{number}: {text}")
+
+
+# --- The newest resume point of a training, as a blob of the store and a file that names it.
+#
+# No row refers to the blob: sweeps delete it an hour after a crash, and forgetting a device deletes it immediately.
+
+FILE = "training.json"
+
+
+class ResumeStorage:
+    """Implements `fleetdistill_server.training.resume.Storage`.
+
+    Args:
+        blobs: Blobs of the store.
+        directory: Directory of the file that names the blob.
+    """
+
+    def __init__(self, blobs: Blobs, directory: Path) -> None:
+        self._blobs = blobs
+        self._file = directory / FILE
+
+    def save(self, key: str, state: Any) -> None:
+        before = self._named()
+        sha256 = self._blobs.put_state(pack_state(state))
+        failpoints.hit("engine.training.before-name")
+        self._name(key, sha256)
+        failpoints.hit("engine.training.after-name")
+        if before is not None and before[1] != sha256:
+            self._blobs.drop(before[1])
+
+    def load(self, key: str) -> Any | None:
+        named = self._named()
+        if named is None or named[0] != key:
+            return None
+        with contextlib.suppress(DamagedError, StateError):
+            return unpack_state(self._blobs.get_state(named[1]))
+        return None
+
+    def clear(self) -> None:
+        named = self._named()
+        if named is None:
+            return
+        with disk_errors(f"deleting {self._file}"):
+            self._file.unlink(missing_ok=True)
+        self._blobs.drop(named[1])
+
+    def _name(self, key: str, sha256: bytes) -> None:
+        written = self._file.with_suffix(".new")
+        with disk_errors(f"writing {self._file}"):
+            written.write_text(json.dumps({"key": key, "sha256": sha256.hex()}), encoding="utf-8")
+            rename_durably(written, self._file)
+
+    def _named(self) -> tuple[str, bytes] | None:
+        """Returns key and digest; None if there is no file, or if it is damaged."""
+        with contextlib.suppress(OSError, ValueError, KeyError, StoreError):
+            named = json.loads(self._file.read_text(encoding="utf-8"))
+            return str(named["key"]), bytes.fromhex(named["sha256"])
+        return None

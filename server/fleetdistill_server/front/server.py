@@ -50,116 +50,23 @@ from fleetdistill_server.texts import HEALTH_PROBLEM, shorten
 from fleetdistill_server.tracing.spans import open_spans
 from fleetdistill_server.views.health import EngineHealth
 
-# --- Limits that gRPC enforces before a call reaches the server's code: connections, streams, handshakes, windows.
-
-_DAY = 24 * 3600.0
-
-
-# Open files other than connections: the database, uploads in progress, pipes.
-_OTHER_FILES = 1024
-
-
-_ENROLMENT_STREAMS = 4
-
-
-# Unread bytes of a stream. A device's chunks wait for the network less often than with the enrolment port's 16 KiB.
-_WINDOW_BYTES = 64 << 10
-
-
-_ENROLMENT_WINDOW_BYTES = 16 << 10
-
-
-Options = list[tuple[str, int]]
-
-
-def channel_options(limits: Limits) -> Options:
-    """Returns the gRPC options of the port for devices.
-
-    gRPC closes connections that do not finish the handshake, make no call, or do not reply to pings. The number of
-    connections is limited, so that file descriptors remain for the store.
-    """
-    return [
-        ("grpc.server.max_pending_requests", limits.open_calls),
-        ("grpc.server.max_pending_requests_hard_limit", 2 * limits.open_calls),
-        ("grpc.max_concurrent_streams", limits.open_calls_per_connection),
-        ("grpc.max_allowed_incoming_connections", _connections(limits.connections)),
-        ("grpc.max_connection_idle_ms", _milliseconds(limits.idle_seconds)),
-        ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
-        *_of_both_ports(limits),
-    ]
-
-
-def enrolment_options(limits: Limits) -> Options:
-    """Returns the gRPC options of the enrolment port, whose callers are not authenticated."""
-    return [
-        ("grpc.server.max_pending_requests", limits.enrolments_at_once),
-        ("grpc.max_concurrent_streams", _ENROLMENT_STREAMS),
-        ("grpc.max_allowed_incoming_connections", _connections(limits.unknown_connections)),
-        ("grpc.max_connection_idle_ms", _milliseconds(limits.handshake_seconds)),
-        ("grpc.max_connection_age_ms", _milliseconds(limits.request_seconds)),
-        ("grpc.max_connection_age_grace_ms", _milliseconds(limits.request_seconds)),
-        ("grpc.http2.lookahead_bytes", _ENROLMENT_WINDOW_BYTES),
-        *_of_both_ports(limits),
-    ]
-
-
-def _of_both_ports(limits: Limits) -> Options:
-    return [
-        ("grpc.server_handshake_timeout_ms", _milliseconds(limits.handshake_seconds)),
-        ("grpc.keepalive_time_ms", _milliseconds(limits.stall_seconds / 2)),
-        ("grpc.keepalive_timeout_ms", _milliseconds(limits.handshake_seconds)),
-        # With the BDP probe, the window would grow, and a fast link could buffer megabytes.
-        ("grpc.http2.bdp_probe", 0),
-    ]
-
-
-def _connections(wanted: int) -> int:
-    return min(wanted, max(open_files() - _OTHER_FILES, _OTHER_FILES))
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(1, math.ceil(min(seconds, _DAY) * 1000))
-
-
 logger = logging.getLogger("fleetdistill.server.front")
-
-
 POOL_THREADS = 16
 
 
 # Uploads write, hash and read files. A separate pool prevents them from delaying heartbeats.
 UPLOAD_THREADS = 16
-
-
 _FILES = (service_pb2, enrolment_pb2, operations_pb2)
-
-
 SERVICES = tuple(item.full_name for file in _FILES for item in file.DESCRIPTOR.services_by_name.values())
-
-
 """Names of fleetdistill's services for health and reflection; the first is also served in plain text."""
-
-
 ENGINE, DATABASE, DISK = "fleetdistill.engine", "fleetdistill.database", "fleetdistill.disk"
-
-
 """Names in the health service of the engines, the database and the disk limits."""
-
-
 _LOOK_SECONDS = 8.0
-
-
 """Time after which a database that does not answer is reported as away."""
-
-
 _DISK_SECONDS = 5.0
-
-
 _away = Interruption(
     logger, "background tasks fail and are repeated: %s", "background tasks no longer fail for want of the store"
 )
-
-
 OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Otherwise a second server could silently share the port.
@@ -417,3 +324,68 @@ async def _guard(work: Awaitable[object]) -> None:
         _away.fail(error)
     except Exception:  # otherwise the task would end silently
         logger.exception("a background task failed; retrying")
+
+
+# --- Limits that gRPC enforces before a call reaches the server's code: connections, streams, handshakes, windows.
+
+_DAY = 24 * 3600.0
+
+
+# Open files other than connections: the database, uploads in progress, pipes.
+_OTHER_FILES = 1024
+_ENROLMENT_STREAMS = 4
+
+
+# Unread bytes of a stream. A device's chunks wait for the network less often than with the enrolment port's 16 KiB.
+_WINDOW_BYTES = 64 << 10
+_ENROLMENT_WINDOW_BYTES = 16 << 10
+Options = list[tuple[str, int]]
+
+
+def channel_options(limits: Limits) -> Options:
+    """Returns the gRPC options of the port for devices.
+
+    gRPC closes connections that do not finish the handshake, make no call, or do not reply to pings. The number of
+    connections is limited, so that file descriptors remain for the store.
+    """
+    return [
+        ("grpc.server.max_pending_requests", limits.open_calls),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * limits.open_calls),
+        ("grpc.max_concurrent_streams", limits.open_calls_per_connection),
+        ("grpc.max_allowed_incoming_connections", _connections(limits.connections)),
+        ("grpc.max_connection_idle_ms", _milliseconds(limits.idle_seconds)),
+        ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
+        *_of_both_ports(limits),
+    ]
+
+
+def enrolment_options(limits: Limits) -> Options:
+    """Returns the gRPC options of the enrolment port, whose callers are not authenticated."""
+    return [
+        ("grpc.server.max_pending_requests", limits.enrolments_at_once),
+        ("grpc.max_concurrent_streams", _ENROLMENT_STREAMS),
+        ("grpc.max_allowed_incoming_connections", _connections(limits.unknown_connections)),
+        ("grpc.max_connection_idle_ms", _milliseconds(limits.handshake_seconds)),
+        ("grpc.max_connection_age_ms", _milliseconds(limits.request_seconds)),
+        ("grpc.max_connection_age_grace_ms", _milliseconds(limits.request_seconds)),
+        ("grpc.http2.lookahead_bytes", _ENROLMENT_WINDOW_BYTES),
+        *_of_both_ports(limits),
+    ]
+
+
+def _of_both_ports(limits: Limits) -> Options:
+    return [
+        ("grpc.server_handshake_timeout_ms", _milliseconds(limits.handshake_seconds)),
+        ("grpc.keepalive_time_ms", _milliseconds(limits.stall_seconds / 2)),
+        ("grpc.keepalive_timeout_ms", _milliseconds(limits.handshake_seconds)),
+        # With the BDP probe, the window would grow, and a fast link could buffer megabytes.
+        ("grpc.http2.bdp_probe", 0),
+    ]
+
+
+def _connections(wanted: int) -> int:
+    return min(wanted, max(open_files() - _OTHER_FILES, _OTHER_FILES))
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, math.ceil(min(seconds, _DAY) * 1000))

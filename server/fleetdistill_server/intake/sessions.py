@@ -1,4 +1,4 @@
-"""Authenticates devices and tracks their leases and last calls."""
+"""Authenticates devices, and tracks their leases, last calls, and the times of their asks."""
 
 from __future__ import annotations
 
@@ -23,20 +23,10 @@ from fleetdistill_server.store.states import OVER
 from fleetdistill_server.store.store import Store
 
 SECRET_BYTES = 32
-
-
 _NOTE_SECONDS = 5.0
-
-
 _COUNT_SECONDS = 1.0
-
-
 _CONTRACT_SECONDS = 5.0  # another server of the same store may change a run's contract
-
-
 _CLOCKS_SECONDS = 1.0  # a call later than the last known one by more than this went to another front
-
-
 _ENDED_AT_ONCE = 100  # leases that end in one transaction, so that thousands do not delay other writes
 
 
@@ -303,8 +293,6 @@ SENT, DOWNLOAD, DOWNLOADED, UPLOAD = "sent_at", "download_at", "downloaded_at", 
 # transaction for each: a crash loses those of the last second.
 
 _MOST = 100_000
-
-
 """Largest number of times in memory; while the store cannot be written, later ones are not kept."""
 
 

@@ -1,4 +1,4 @@
-"""Asks and the accepted answers to them."""
+"""Asks, the accepted answers to them, and the count of deletions that an answer's receipt relies on."""
 
 from __future__ import annotations
 
@@ -15,45 +15,8 @@ from fleetdistill_server.store.states import DEADLINE_PASSED, NO_SPACE, AskStatu
 from fleetdistill_server.store.sums import Sums
 from fleetdistill_server.texts import shorten
 
-# --- Counts deletions of payloads, so that a receipt need not look for its payload under the write lock.
-#
-# The count is odd while a deletion is announced and even otherwise. A deletion is announced in a transaction that is
-# committed before the first file is deleted. The transaction that deletes files makes the count even again. A process
-# that crashes while it deletes therefore leaves an odd count, even though its transaction is rolled back.
-#
-# A payload that was stored after an even count was read exists as long as the count is unchanged.
-
 COUNT = "(SELECT count FROM deletions)"
-
-
-"""The count, as a part of a statement that reads what belongs to it."""
-
-
-def is_unchanged(before: int, now: int) -> bool:
-    """Returns whether nothing was deleted between two counts; False also if a deletion was announced at the first.
-
-    `before` was read before a payload was stored, `now` in the transaction that refers to the payload.
-    """
-    return before % 2 == 0 and now == before
-
-
-class Deletions:
-    """Reads and writes the table `deletions`."""
-
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
-    def announce(self) -> None:
-        """Announces a deletion. The announcement must be committed before the deletion begins."""
-        self._db.write("UPDATE deletions SET count = count + 1 WHERE count % 2 = 0")
-
-    def announced(self) -> bool:
-        """Returns whether a deletion is announced."""
-        return int(self._db.value(f"SELECT {COUNT}")) % 2 == 1
-
-    def end(self) -> None:
-        """Ends an announced deletion, if any. Call this in the transaction that deletes files, or instead of it."""
-        self._db.write("UPDATE deletions SET count = count + 1 WHERE count % 2 = 1")
+"""The count of deletions, as a part of a statement that reads what belongs to it."""
 
 
 class Asks:
@@ -381,17 +344,11 @@ class Asks:
 
 
 _ENOUGH = "enough devices answered"
-
-
 """Reason stored for an ask that was still open when its step ended."""
-
-
 _TAKE_ANSWER = (
     "UPDATE asks SET status = 'answered', reason = NULL WHERE id = ? AND status = 'open' "
     f"RETURNING round, step, step_number, device, {COUNT} AS deletions"
 )
-
-
 _WORK = """
 SELECT a.*, r.status AS run_status, r.reason AS run_reason, r.completed_rounds,
     (SELECT max(attempt) FROM uploads WHERE ask = a.id AND quarantined_at IS NOT NULL) AS lost_attempt
@@ -399,17 +356,11 @@ FROM runs r
 LEFT JOIN asks a ON a.id = (SELECT min(id) FROM asks WHERE run = ?1 AND device = ?2 AND status = 'open')
 WHERE r.name = ?1
 """
-
-
 _UPLOADS = f"SELECT {ASK_COLUMNS}, {UPLOAD_COLUMNS} FROM uploads u JOIN asks a ON u.ask = a.id"
-
-
 _WHY_ABSENT = (
     f"(SELECT CASE WHEN {REVOKED} THEN 'device revoked' ELSE 'device not present' END "
     f"FROM devices WHERE run = ?1 AND device = ?4 AND (present = 0 OR {REVOKED}))"
 )
-
-
 _ADD = (
     "INSERT INTO asks (run, round, step_number, device, step, expects, payload, payload_bytes, seed, deadline_at, "
     "asked_at, status, reason) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, "
@@ -431,11 +382,7 @@ _UNSETTLED_OF_ANY_STEP = (
     "WHERE a.run = ? AND a.round >= ? AND a.round <= ? "
     "AND (a.status = 'open' OR a.status = 'answered' AND u.ask IS NOT NULL)"
 )
-
-
 _UNSETTLED = f"{_UNSETTLED_OF_ANY_STEP} AND a.step = ?"
-
-
 _ANSWERED_ASK = """
 SELECT a.*, u.receipt, r.status AS round_status, coalesce(d.present, 1) AS present
 FROM asks a
@@ -444,3 +391,39 @@ LEFT JOIN rounds r ON r.run = a.run AND r.round = a.round
 LEFT JOIN devices d ON d.run = a.run AND d.device = a.device
 WHERE a.id = ?
 """
+
+
+# --- Counts deletions of payloads, so that a receipt need not look for its payload under the write lock.
+#
+# The count is odd while a deletion is announced and even otherwise. A deletion is announced in a transaction that is
+# committed before the first file is deleted. The transaction that deletes files makes the count even again. A process
+# that crashes while it deletes therefore leaves an odd count, even though its transaction is rolled back.
+#
+# A payload that was stored after an even count was read exists as long as the count is unchanged.
+
+
+def is_unchanged(before: int, now: int) -> bool:
+    """Returns whether nothing was deleted between two counts; False also if a deletion was announced at the first.
+
+    `before` was read before a payload was stored, `now` in the transaction that refers to the payload.
+    """
+    return before % 2 == 0 and now == before
+
+
+class Deletions:
+    """Reads and writes the table `deletions`."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def announce(self) -> None:
+        """Announces a deletion. The announcement must be committed before the deletion begins."""
+        self._db.write("UPDATE deletions SET count = count + 1 WHERE count % 2 = 0")
+
+    def announced(self) -> bool:
+        """Returns whether a deletion is announced."""
+        return int(self._db.value(f"SELECT {COUNT}")) % 2 == 1
+
+    def end(self) -> None:
+        """Ends an announced deletion, if any. Call this in the transaction that deletes files, or instead of it."""
+        self._db.write("UPDATE deletions SET count = count + 1 WHERE count % 2 = 1")

@@ -36,53 +36,7 @@ from fleetdistill_server.store.states import (
 from fleetdistill_server.store.sums import EVERY, Sums
 from fleetdistill_server.texts import shorten
 
-# --- Asks that outlive their round in a run with buffered rounds: open ones, and answers that no round has used yet.
-
-
-def settle(db: Database, run: str, first: int, last: int, unused: str) -> None:
-    """Closes the open asks of rounds and reports their unused answers with a reason."""
-    rounds = (run, first, last)
-    db.write(
-        "UPDATE uploads SET status = 'reported', reason = ? WHERE status = 'acknowledged' "
-        "AND ask IN (SELECT id FROM asks WHERE run = ? AND round >= ? AND round <= ?)",
-        *(unused, *rounds),
-    )
-    db.write(
-        "UPDATE asks SET status = 'out', reason = 'round closed' "
-        "WHERE run = ? AND round >= ? AND round <= ? AND status = 'open'",
-        *rounds,
-    )
-
-
-def settle_until(db: Database, run: str, last: int, unused: str) -> None:
-    """Settles all asks up to a round, and adds the rounds that are settled now to the sums."""
-    with db.transaction():
-        settle(db, run, last - MAX_STALENESS, last, unused)
-        Sums(db).add_settled(run, last)
-
-
-def report_late_answers(db: Database, run: str, number: int, why: str) -> None:
-    """Reports the answers to asks of earlier rounds that the rounds after `number` used."""
-    for row in db.rows("SELECT round, figures FROM rounds WHERE run = ? AND round > ?", run, number):
-        for device, age in json.loads(row["figures"] or "{}").get(STALENESS, {}).items():
-            db.write(
-                "UPDATE uploads SET status = 'reported', reason = ? WHERE status = 'used' "
-                "AND ask IN (SELECT id FROM asks WHERE run = ? AND round = ? AND device = ?)",
-                *(why, run, row["round"] - age, device),
-            )
-
-
-def first_needed_round(asks: Asks, run: Run, first: int) -> int:
-    """Returns the first round with an unsettled ask of a run, or `first` if that is earlier."""
-    if not run.config.get("run", {}).get("buffer_answers"):
-        return first
-    result = asks.first_unsettled(run.name, first - MAX_STALENESS, first)
-    return first if result is None else min(first, result)
-
-
 _OF_A_SUM = """expects LIKE '%"secure_message"%'"""
-
-
 """Condition on asks of secure sums, by the kind of their answers, which all their steps have."""
 
 
@@ -553,16 +507,12 @@ _RUN_PROGRESS = (
     "SELECT name AS run, status, reason, completed_rounds, config, "
     "(SELECT count(*) FROM devices WHERE run = name AND present = 1) AS present FROM runs WHERE name = ?"
 )
-
-
 _STEP_PROGRESS = (
     "SELECT round, step_number, step, count(*) AS asked, count(*) FILTER (WHERE status = 'answered') AS answered, "
     "count(*) FILTER (WHERE status = 'out') AS out FROM asks "
     "WHERE run = ?1 AND round = (SELECT max(round) FROM rounds WHERE run = ?1) "
     "GROUP BY round, step_number, step ORDER BY step_number"
 )
-
-
 _NOTE_CHECKPOINT = """
 INSERT INTO checkpoints (run, round, completed_rounds, sha256, at)
 SELECT name, (SELECT coalesce(max(round), 0) FROM rounds WHERE run = name AND status = 'closed'), completed_rounds,
@@ -570,3 +520,47 @@ checkpoint, ? FROM runs WHERE name = ?
 ON CONFLICT (run, round) DO UPDATE SET
 completed_rounds = excluded.completed_rounds, sha256 = excluded.sha256, at = excluded.at
 """
+
+
+# --- Asks that outlive their round in a run with buffered rounds: open ones, and answers that no round has used yet.
+
+
+def settle(db: Database, run: str, first: int, last: int, unused: str) -> None:
+    """Closes the open asks of rounds and reports their unused answers with a reason."""
+    rounds = (run, first, last)
+    db.write(
+        "UPDATE uploads SET status = 'reported', reason = ? WHERE status = 'acknowledged' "
+        "AND ask IN (SELECT id FROM asks WHERE run = ? AND round >= ? AND round <= ?)",
+        *(unused, *rounds),
+    )
+    db.write(
+        "UPDATE asks SET status = 'out', reason = 'round closed' "
+        "WHERE run = ? AND round >= ? AND round <= ? AND status = 'open'",
+        *rounds,
+    )
+
+
+def settle_until(db: Database, run: str, last: int, unused: str) -> None:
+    """Settles all asks up to a round, and adds the rounds that are settled now to the sums."""
+    with db.transaction():
+        settle(db, run, last - MAX_STALENESS, last, unused)
+        Sums(db).add_settled(run, last)
+
+
+def report_late_answers(db: Database, run: str, number: int, why: str) -> None:
+    """Reports the answers to asks of earlier rounds that the rounds after `number` used."""
+    for row in db.rows("SELECT round, figures FROM rounds WHERE run = ? AND round > ?", run, number):
+        for device, age in json.loads(row["figures"] or "{}").get(STALENESS, {}).items():
+            db.write(
+                "UPDATE uploads SET status = 'reported', reason = ? WHERE status = 'used' "
+                "AND ask IN (SELECT id FROM asks WHERE run = ? AND round = ? AND device = ?)",
+                *(why, run, row["round"] - age, device),
+            )
+
+
+def first_needed_round(asks: Asks, run: Run, first: int) -> int:
+    """Returns the first round with an unsettled ask of a run, or `first` if that is earlier."""
+    if not run.config.get("run", {}).get("buffer_answers"):
+        return first
+    result = asks.first_unsettled(run.name, first - MAX_STALENESS, first)
+    return first if result is None else min(first, result)

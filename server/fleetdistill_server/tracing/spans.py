@@ -1,4 +1,4 @@
-"""Records spans in the traces of rounds, under the ids of `ids.py`, and exports them with OTLP.
+"""Records spans in the traces of rounds, under ids that every process derives alike, and exports them with OTLP.
 
 `OTEL_*` environment variables say where to and how much. Spans wait in a bounded queue, which a thread empties. A slow
 or unreachable collector loses spans and delays nothing.
@@ -29,81 +29,18 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 _SPAN_BYTES, _TRACE_BYTES = 8, 16
-
-
-# --- Ids of a round's trace and of its spans, which every process derives alike without shared state.
-#
-# A process that is killed and restarted therefore continues the same trace, and a span can be the parent of another
-# process's span before it has ended.
-
-
-@dataclass(frozen=True)
-class RoundIds:
-    """The ids of one round.
-
-    Attributes:
-        run: Name of the run.
-        created_at: When the run was created, in seconds since 1970; tells a run from a later one of the same name.
-        number: Number of the round.
-    """
-
-    run: str
-    created_at: float
-    number: int
-
-    @cached_property
-    def trace(self) -> int:
-        """Id of the round's trace."""
-        return self._derive(_TRACE_BYTES, "trace")
-
-    @cached_property
-    def round(self) -> int:
-        """Id of the span of the round, the root of its trace."""
-        return self._derive(_SPAN_BYTES, "round")
-
-    def ask(self, step_number: int, device: str) -> int:
-        """Returns the id of the span of a device's ask."""
-        return self._derive(_SPAN_BYTES, "ask", step_number, device)
-
-    def place(self, span: int, sampled: bool) -> Place:
-        """Returns the place of a span in this trace."""
-        return Place(self.trace, span, sampled)
-
-    def _derive(self, size: int, *what: object) -> int:
-        name = json.dumps(["fleetdistill", self.run, self.created_at, self.number, *what])
-        return int.from_bytes(sha256(name.encode()).digest()[:size]) or 1  # 0 is invalid
-
-
 ATTRIBUTE = "fleetdistill."
-
-
 """Prefix of the attributes of all spans."""
-
-
 _MAX_RUNS = 1000
-
-
 CLOSE_SECONDS = 2.0
-
-
 """Longest time that the end of a process waits for its last spans to be exported."""
-
-
 _QUEUED_SPANS = 1 << 16
-
-
 """Default of OTEL_BSP_MAX_QUEUE_SIZE: a round of 10,000 devices ends with as many spans at once."""
-
-
 _EXPORTERS = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 }
-
-
 _SETTING, _EXTRA = "[server] traces", "'fleetdistill[otel]'"
-
-
 _NEXT_IDS: ContextVar[tuple[int, int]] = ContextVar("fleetdistill_span_ids", default=(0, 0))
 
 
@@ -311,3 +248,46 @@ def _check_endpoint() -> None:
     for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
         if "@" in urlsplit(os.environ.get(name, "")).netloc:
             raise ConfigurationError(f"{name} must not contain a password; set OTEL_EXPORTER_OTLP_HEADERS")
+
+
+# --- Ids of a round's trace and of its spans, which every process derives alike without shared state.
+#
+# A process that is killed and restarted therefore continues the same trace, and a span can be the parent of another
+# process's span before it has ended.
+
+
+@dataclass(frozen=True)
+class RoundIds:
+    """The ids of one round.
+
+    Attributes:
+        run: Name of the run.
+        created_at: When the run was created, in seconds since 1970; tells a run from a later one of the same name.
+        number: Number of the round.
+    """
+
+    run: str
+    created_at: float
+    number: int
+
+    @cached_property
+    def trace(self) -> int:
+        """Id of the round's trace."""
+        return self._derive(_TRACE_BYTES, "trace")
+
+    @cached_property
+    def round(self) -> int:
+        """Id of the span of the round, the root of its trace."""
+        return self._derive(_SPAN_BYTES, "round")
+
+    def ask(self, step_number: int, device: str) -> int:
+        """Returns the id of the span of a device's ask."""
+        return self._derive(_SPAN_BYTES, "ask", step_number, device)
+
+    def place(self, span: int, sampled: bool) -> Place:
+        """Returns the place of a span in this trace."""
+        return Place(self.trace, span, sampled)
+
+    def _derive(self, size: int, *what: object) -> int:
+        name = json.dumps(["fleetdistill", self.run, self.created_at, self.number, *what])
+        return int.from_bytes(sha256(name.encode()).digest()[:size]) or 1  # 0 is invalid

@@ -24,85 +24,17 @@ from fleetdistill_server.texts import counted, round_or_none, to_json, when
 from fleetdistill_server.views.expected import Expected, expected, of_the_fleet
 
 __all__ = ["NO_SERVER", "UNTIL_STOPPED", "TableRow", "View", "named"]
-
-# --- Finds devices that `[method] robust` left out of three consecutive rounds that they took part in.
-#
-# The suspects are only shown to the operator; no device is revoked automatically.
-
-_ROUNDS = 3
-
-
-def named(store: Store, run: str) -> dict[str, list[str]]:
-    """Returns the devices reported as outliers or as having too much weight, each with the kinds of the events."""
-    result = defaultdict[str, list[str]](list)
-    for kind in (*LEFT_OUT, LARGE_DEVICE, MOST_OF_THE_WEIGHT):
-        for device in sorted({event.device for event in store.history.events(run, kind)}):
-            result[device].append(kind)
-    return dict(result)
-
-
-def suspects_by_round(store: Store, run: str) -> Mapping[int, Sequence[str]]:
-    """Returns the suspects of each completed round.
-
-    A suspect was left out of the round and of the two preceding rounds that it took part in.
-    """
-    left_out = defaultdict[str, set[int]](set)
-    for kind in LEFT_OUT:
-        for event in store.history.events(run, kind):
-            left_out[event.device].add(event.round)
-    took_part = defaultdict[str, set[int]](set)
-    if left_out:
-        for upload in store.asks.uploads(run):
-            if upload.status is UploadStatus.USED:
-                took_part[upload.device].add(upload.round)
-    result = defaultdict[int, list[str]](list)
-    for device in sorted(left_out):
-        for number in _suspect_in(sorted(took_part[device]), left_out[device]):
-            result[number].append(device)
-    return result
-
-
-def _suspect_in(took_part: Sequence[int], left_out: set[int]) -> Iterator[int]:
-    running = 0
-    for number in took_part:
-        running = running + 1 if number in left_out else 0
-        if running >= _ROUNDS:
-            yield number
-
-
 NO_SERVER = "no server"
-
-
 """What follows the status of an active run that no server works on."""
-
-
 UNTIL_STOPPED = "until stopped"
-
-
 """Text shown for a run without a number of rounds."""
-
-
 _FURTHER = "/accuracy"
-
-
 """Suffix of the accuracy figures of further variants; the variant's name precedes it."""
-
-
 MAX_EVENTS = 1000
-
-
 """Largest number of events shown for a run; the newest are shown."""
-
-
 _MAX_ANSWERS = 4
-
-
 """Largest number of further variants shown, because devices choose the names of their figures."""
-
-
 TableRow = dict[str, Any]
-
-
 """A row of a view's table: plain values by column, as JSON has them."""
 
 
@@ -430,3 +362,48 @@ def _forgotten(device: Device) -> str | None:
 
 def _needs(devices: int) -> str:
     return f"needs {counted(devices, 'device')} that {'is' if devices == 1 else 'are'} present"
+
+
+# --- Finds devices that `[method] robust` left out of three consecutive rounds that they took part in.
+#
+# The suspects are only shown to the operator; no device is revoked automatically.
+
+_ROUNDS = 3
+
+
+def named(store: Store, run: str) -> dict[str, list[str]]:
+    """Returns the devices reported as outliers or as having too much weight, each with the kinds of the events."""
+    result = defaultdict[str, list[str]](list)
+    for kind in (*LEFT_OUT, LARGE_DEVICE, MOST_OF_THE_WEIGHT):
+        for device in sorted({event.device for event in store.history.events(run, kind)}):
+            result[device].append(kind)
+    return dict(result)
+
+
+def suspects_by_round(store: Store, run: str) -> Mapping[int, Sequence[str]]:
+    """Returns the suspects of each completed round.
+
+    A suspect was left out of the round and of the two preceding rounds that it took part in.
+    """
+    left_out = defaultdict[str, set[int]](set)
+    for kind in LEFT_OUT:
+        for event in store.history.events(run, kind):
+            left_out[event.device].add(event.round)
+    took_part = defaultdict[str, set[int]](set)
+    if left_out:
+        for upload in store.asks.uploads(run):
+            if upload.status is UploadStatus.USED:
+                took_part[upload.device].add(upload.round)
+    result = defaultdict[int, list[str]](list)
+    for device in sorted(left_out):
+        for number in _suspect_in(sorted(took_part[device]), left_out[device]):
+            result[number].append(device)
+    return result
+
+
+def _suspect_in(took_part: Sequence[int], left_out: set[int]) -> Iterator[int]:
+    running = 0
+    for number in took_part:
+        running = running + 1 if number in left_out else 0
+        if running >= _ROUNDS:
+            yield number

@@ -27,8 +27,6 @@ from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_compute
 from fleetdistill_server.intake.device_api import DeviceApi
 
 AHEAD = 256
-
-
 """Number of devices whose work is started before they need it, so that no worker waits for a slow device."""
 
 

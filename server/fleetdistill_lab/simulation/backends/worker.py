@@ -92,8 +92,6 @@ if __name__ == "__main__":
 
 
 MAX_PREPARED = 64
-
-
 """Largest number of devices whose model a worker keeps; preparing one again takes milliseconds."""
 
 

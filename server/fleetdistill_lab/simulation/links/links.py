@@ -38,23 +38,11 @@ from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
 Watch = Callable[[Store], None]
-
-
 MakeLink = Callable[[DeviceApi, str], Link]
-
-
 """Makes the link of one device, from the server's side of the device API and the device's id."""
-
-
 MAX_SHORT_ROUNDS = 10
-
-
 """Number of consecutive short rounds after which a simulation fails, since no further devices will join."""
-
-
 _MAX_SHORT_ROUNDS_OF_TRACES = 100
-
-
 """The same with a simulated time, in which devices come and go."""
 
 

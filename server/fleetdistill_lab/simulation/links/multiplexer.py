@@ -28,105 +28,15 @@ from fleetdistill_lab.simulation.spec.compute import Shared
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, make_compute, make_device
 from fleetdistill_server.service.processes import open_files
 
-_POLL_SECONDS = 60.0
-
-
-_RETRY_SECONDS = 2.0
-
-
-class ParkingLink(GrpcLink):
-    """A `GrpcLink` whose device does not wait for work in `next_ask`; the process waits with `wait_for_work` instead.
-
-    The link outlives its device, which may be closed while it waits: `close` does nothing.
-
-    Args:
-        server: `"host:port"` of the server.
-        shared: Connection that the link uses.
-
-    Attributes:
-        is_idle: Whether the device has asked for work in vain since this was last set to False.
-    """
-
-    def __init__(self, server: str, shared: Connection) -> None:
-        super().__init__(server, shared=shared)
-        self.is_idle = False
-        self._identity = service_pb2.Identity()
-        self._reply: service_pb2.NextAskResponse | FleetDistillError | None = None
-
-    def next_ask(self, identity: service_pb2.Identity, wait_seconds: float) -> service_pb2.NextAskResponse:
-        """Returns the reply that ended the last `wait_for_work`, or else that there is no work, without a call."""
-        self._identity = identity
-        reply, self._reply = self._reply, None
-        if isinstance(reply, FleetDistillError):
-            raise reply
-        self.is_idle = reply is None
-        return reply or service_pb2.NextAskResponse(come_back=service_pb2.ComeBack())
-
-    async def wait_for_work(self) -> None:
-        """Waits until the server has a message for the device; while it is unavailable, tries again."""
-        while self._reply is None:
-            try:
-                reply = await self._long_poll()
-            except LinkError:  # a restart of the server takes a few seconds
-                await asyncio.sleep(random.uniform(_RETRY_SECONDS / 2, _RETRY_SECONDS))
-            except FleetDistillError as error:
-                self._reply = error
-            else:
-                if reply.HasField("come_back") and not reply.come_back.reason:
-                    await asyncio.sleep(pause_seconds(reply.come_back, self.remote))
-                else:
-                    self._reply = reply
-
-    async def _long_poll(self) -> service_pb2.NextAskResponse:
-        request = service_pb2.NextAskRequest(identity=self._identity, wait_seconds=_POLL_SECONDS)
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-
-        def end(_: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed after an error of another device
-                loop.call_soon_threadsafe(ended.set)
-
-        with errors_of(self._server):
-            call = self._stub.NextAsk.future(request, timeout=_POLL_SECONDS + CALL_SECONDS)
-            call.add_done_callback(end)
-            try:
-                await ended.wait()
-            finally:
-                call.cancel()
-            response: service_pb2.NextAskResponse = call.result()
-        return response
-
-    def close(self) -> None:
-        """Does nothing: the process closes the shared connection."""
-
-
 DEVICES_PER_CONNECTION = 64
-
-
 """Devices that share a connection; fewer than the server allows open calls on one ([limits])."""
-
-
 MAX_WAITING_BYTES = 256 << 20
-
-
 """Largest size of the devices that wait for work and are open, in bytes: `DEVICE_BYTES` and the state of each one."""
-
-
 DEVICE_BYTES = 200_000
-
-
 """Memory of an open device besides its model, in bytes."""
-
-
 MAX_UNCOLLECTED = 64
-
-
 """Closed devices after which garbage is collected: they are reference cycles, whose data stay in memory and open."""
-
-
 THREADS = 4
-
-
 """Devices of a process that work at the same time. While one computes, others wait for the disk and the server."""
 
 
@@ -244,3 +154,73 @@ class WaitingDevices:
 def max_waiting() -> int:
     """Returns how many devices of a process may be open while they wait: each has two or three open files."""
     return max(1, open_files() // 8)
+
+
+_POLL_SECONDS = 60.0
+_RETRY_SECONDS = 2.0
+
+
+class ParkingLink(GrpcLink):
+    """A `GrpcLink` whose device does not wait for work in `next_ask`; the process waits with `wait_for_work` instead.
+
+    The link outlives its device, which may be closed while it waits: `close` does nothing.
+
+    Args:
+        server: `"host:port"` of the server.
+        shared: Connection that the link uses.
+
+    Attributes:
+        is_idle: Whether the device has asked for work in vain since this was last set to False.
+    """
+
+    def __init__(self, server: str, shared: Connection) -> None:
+        super().__init__(server, shared=shared)
+        self.is_idle = False
+        self._identity = service_pb2.Identity()
+        self._reply: service_pb2.NextAskResponse | FleetDistillError | None = None
+
+    def next_ask(self, identity: service_pb2.Identity, wait_seconds: float) -> service_pb2.NextAskResponse:
+        """Returns the reply that ended the last `wait_for_work`, or else that there is no work, without a call."""
+        self._identity = identity
+        reply, self._reply = self._reply, None
+        if isinstance(reply, FleetDistillError):
+            raise reply
+        self.is_idle = reply is None
+        return reply or service_pb2.NextAskResponse(come_back=service_pb2.ComeBack())
+
+    async def wait_for_work(self) -> None:
+        """Waits until the server has a message for the device; while it is unavailable, tries again."""
+        while self._reply is None:
+            try:
+                reply = await self._long_poll()
+            except LinkError:  # a restart of the server takes a few seconds
+                await asyncio.sleep(random.uniform(_RETRY_SECONDS / 2, _RETRY_SECONDS))
+            except FleetDistillError as error:
+                self._reply = error
+            else:
+                if reply.HasField("come_back") and not reply.come_back.reason:
+                    await asyncio.sleep(pause_seconds(reply.come_back, self.remote))
+                else:
+                    self._reply = reply
+
+    async def _long_poll(self) -> service_pb2.NextAskResponse:
+        request = service_pb2.NextAskRequest(identity=self._identity, wait_seconds=_POLL_SECONDS)
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def end(_: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed after an error of another device
+                loop.call_soon_threadsafe(ended.set)
+
+        with errors_of(self._server):
+            call = self._stub.NextAsk.future(request, timeout=_POLL_SECONDS + CALL_SECONDS)
+            call.add_done_callback(end)
+            try:
+                await ended.wait()
+            finally:
+                call.cancel()
+            response: service_pb2.NextAskResponse = call.result()
+        return response
+
+    def close(self) -> None:
+        """Does nothing: the process closes the shared connection."""

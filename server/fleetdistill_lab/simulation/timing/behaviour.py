@@ -14,11 +14,7 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill_lab.simulation.timing.traces import Interval, Traces, check_traces
 
 DAY_SECONDS = 86_400.0
-
-
 USUAL_SHARE = 1 / 3
-
-
 """Share of the day of `availability = "diurnal"`: eight hours."""
 
 
@@ -90,8 +86,6 @@ class FleetBehaviour:
 
 
 _MAX_SIGMA = 5
-
-
 _RANGES = {
     "seconds_per_sample": (0.0, 1e6),
     "seconds_per_ask": (0.0, 1e6),
@@ -130,20 +124,10 @@ def saved_behaviour(values: Mapping[str, Any]) -> FleetBehaviour:
 
 
 _CENTRE_SECONDS = 3 * 3600.0
-
-
 """Mean of the centres of the devices' daily windows, after midnight."""
-
-
 _SPREAD_SECONDS = 3 * 3600.0
-
-
 """Standard deviation of the centres."""
-
-
 _MAX_SHIFT_SECONDS = 3600.0
-
-
 """Largest shift of a device's window from one day's centre."""
 
 

@@ -46,53 +46,8 @@ from fleetdistill_server.methods.fedd2s.schedule import distillation_layer, shal
 from fleetdistill_server.methods.traffic import NOTHING, Exchange, Message, Sizes
 from fleetdistill_server.training.evaluation import TEACHER_ACCURACY
 
-# --- The copies of FedD2S's global network, each trained on one device's triplets, and their mean.
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A copy of the global network, trained on one device's triplets.
-
-    Attributes:
-        device: Id of the device.
-        rows: Number of the triplets.
-        accuracy: Accuracy of p (the head applied to H_l), in [0, 1].
-        parameters: The copy's weights.
-    """
-
-    device: str
-    rows: int
-    accuracy: float
-    parameters: ModelParameters
-
-
-@dataclass
-class Copies:
-    """The mean of the global network's copies, each trained on one device's triplets.
-
-    Attributes:
-        mean: Mean of the copies' weights.
-        by_samples: Whether a copy's weight is its device's row count; otherwise all weights are 1.
-        accuracies: Accuracy of p (the head applied to H_l), in [0, 1], of each device whose copy is in the mean.
-    """
-
-    mean: WeightedMean
-    by_samples: bool
-    accuracies: dict[str, float] = field(default_factory=dict)
-
-    def add(self, copy: Copy | None) -> None:
-        """Adds one copy; ignores None, which stands for a copy whose training failed."""
-        if copy is not None:
-            self.mean.add(copy.device, copy.parameters, copy.rows if self.by_samples else 1)
-            self.accuracies[copy.device] = copy.accuracy
-
-
 _GRADIENT_ROWS = 1024
-
-
 _FIRST, _AT_LAYER = "first", "at_layer"  # names of columns whose shapes are unknown
-
-
 _NOTHING_TO_LEARN: Mapping[str, Kind] = MappingProxyType({"teacher": RefinedKnowledge(valid=False)})
 
 
@@ -413,3 +368,44 @@ def _labels_term(trained: nn.Module, sent: Triplets) -> Term:
 
 def _accuracy(scores_bc: Tensor, labels_b: Tensor) -> float:
     return float((scores_bc.argmax(1) == labels_b.cpu()).double().mean())
+
+
+# --- The copies of FedD2S's global network, each trained on one device's triplets, and their mean.
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of the global network, trained on one device's triplets.
+
+    Attributes:
+        device: Id of the device.
+        rows: Number of the triplets.
+        accuracy: Accuracy of p (the head applied to H_l), in [0, 1].
+        parameters: The copy's weights.
+    """
+
+    device: str
+    rows: int
+    accuracy: float
+    parameters: ModelParameters
+
+
+@dataclass
+class Copies:
+    """The mean of the global network's copies, each trained on one device's triplets.
+
+    Attributes:
+        mean: Mean of the copies' weights.
+        by_samples: Whether a copy's weight is its device's row count; otherwise all weights are 1.
+        accuracies: Accuracy of p (the head applied to H_l), in [0, 1], of each device whose copy is in the mean.
+    """
+
+    mean: WeightedMean
+    by_samples: bool
+    accuracies: dict[str, float] = field(default_factory=dict)
+
+    def add(self, copy: Copy | None) -> None:
+        """Adds one copy; ignores None, which stands for a copy whose training failed."""
+        if copy is not None:
+            self.mean.add(copy.device, copy.parameters, copy.rows if self.by_samples else 1)
+            self.accuracies[copy.device] = copy.accuracy
