@@ -266,6 +266,8 @@ def test_other_members_work_during_run_without_blocking_loop(tmp_path: Path) -> 
             await running
         with pytest.raises(DeviceClosedError):
             await device.run()
+        with pytest.raises(DeviceClosedError):
+            await device.__aenter__()
 
     asyncio.run(app())
 

@@ -119,6 +119,12 @@ def test_a_wrong_time_to_wait_is_refused_before_any_call(tmp_path: Path, seconds
         device.step(seconds)
 
 
+@pytest.mark.parametrize("timeout", ["1", -1, True, float("nan")])
+def test_a_wrong_timeout_of_join_is_refused(tmp_path: Path, timeout: Any) -> None:
+    with device_at(LyingLink(), tmp_path)[0] as device, pytest.raises(ConfigurationError, match="timeout is"):
+        device.join(timeout)
+
+
 def test_a_run_that_ends_without_a_delivery_says_so(tmp_path: Path) -> None:
     device, events = device_at(LyingLink(service_pb2.NextAskResponse(finished="1 rounds completed")), tmp_path)
     with device:
@@ -149,6 +155,8 @@ def test_failing_callback_ends_no_run_and_is_told_once_per_event(
         report.text for report in reports
     ]
     assert "ValueError: no answered" in caplog.text
+    failures = [record for record in caplog.records if record.message.startswith("on_event failed")]
+    assert sum(bool(record.exc_info) for record in failures) == len(others)
 
 
 def test_leaving_the_with_block_ends_the_background_thread(tmp_path: Path) -> None:
@@ -449,7 +457,7 @@ def test_after_close_members_answer_or_say_device_is_closed(tmp_path: Path) -> N
     with device:
         device.run()
     calls: list[Callable[[], Any]] = [device.run, device.step, device.tick, device.start]
-    calls.append(partial(device.replace_data, DATA))
+    calls += [partial(device.replace_data, DATA), device.__enter__]
     for call in calls:
         with pytest.raises(DeviceClosedError, match="used after close; create a new Device"):
             call()
@@ -624,7 +632,7 @@ def test_first_contact_precedes_check_in_and_returns_nothing(fleet: Fleet, tmp_p
         *("lost-contact", "contact-returned", "checked-in"),
         *("lost-contact", "contact-returned"),
     ]
-    assert told[0][1].startswith("no contact yet: check_in: the server cannot be reached")
+    assert told[0][1].startswith("no contact since the start: check_in: the server cannot be reached")
     assert told[1][1] == "the server can be reached"
     assert told[3][1].startswith("next_ask: the server cannot be reached")
     assert told[4][1] == "the server can be reached again"

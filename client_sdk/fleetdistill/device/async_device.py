@@ -152,6 +152,7 @@ class AsyncDevice:
             await asyncio.shield(closing)
 
     async def __aenter__(self) -> Self:
+        self._device.__enter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:

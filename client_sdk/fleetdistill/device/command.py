@@ -103,10 +103,8 @@ def _inspect(options: argparse.Namespace) -> Iterator[str]:
 def _lines(found: Inspection) -> Iterator[tuple[str, object]]:
     totals = found.ledger.totals
     yield "device", f"{found.device or 'unknown'}, run {found.run or 'unknown'}, SDK {found.sdk or 'unknown'}"
-    yield (
-        "model",
-        f"{found.model or 'unknown'}, {found.parameters} parameters, {found.files.get('model.onnx', 0)} bytes as ONNX",
-    )
+    yield "model", f"{found.model or 'unknown'}, {found.parameters} parameters"
+    yield "delivered", f"model.onnx, {found.files['model.onnx']} bytes" if "model.onnx" in found.files else "no file yet"
     yield (
         "data",
         f"{found.samples} samples, version {found.data_version or 'unknown'}; allowed: "

@@ -57,7 +57,7 @@ class Contact:
                 text = f"{self._reason}; the device keeps asking"
                 self._events.emit("waiting", 0, text, {"condition": "server"})
             else:
-                first = "" if self._known else "no contact yet: "
+                first = "" if self._known else "no contact since the start: "
                 self._events.emit("lost-contact", 0, f"{first}{self._reason}; the device keeps trying")
         pause = error.after_seconds + _pauses.uniform(self._pause / 2, self._pause)
         self._pause = min(2 * self._pause, MAX_PAUSE_SECONDS)

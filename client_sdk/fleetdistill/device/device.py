@@ -345,9 +345,14 @@ class Device:
             Whether the thread has ended; True if the device was never started.
 
         Raises:
+            ConfigurationError: `timeout` is not a number of at least 0, or None.
             DeviceBusyError: `on_event` called `join` in the background thread, which would wait for itself.
             BaseException: The exception that ended the thread, at each call until the next `start`.
         """
+        if timeout is not None:
+            check_number("timeout", timeout)
+            if not timeout >= 0:
+                raise ConfigurationError(f"timeout is {timeout}, must be at least 0, or None for no limit")
         return self._loop.join(timeout)
 
     def background_result(self) -> Future[None]:
@@ -383,6 +388,7 @@ class Device:
         self._loop.close(leave=leave)
 
     def __enter__(self) -> Self:
+        self._loop.check_open("__enter__")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

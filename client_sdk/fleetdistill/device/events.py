@@ -120,8 +120,10 @@ class DeviceLock:
             self.on_event(event)
             return
         except (Exception, *CONTROL_FLOW) as error:
-            logger.exception("on_event failed for the event %r; the device goes on", event.kind)
             kind, what = type(error).__name__, printable(str(error))
+            first = event.kind != _CALLBACK_FAILED  # else the log has the traceback of the failure that it reports
+            text = "on_event failed for the event %r with %s: %s; the device goes on"
+            logger.error(text, event.kind, kind, what, exc_info=first)
         if event.kind != _CALLBACK_FAILED:
             text = f"on_event failed for the event {event.kind!r} with {kind}: {what}"
             values = {"event": event.kind, "error": kind}
