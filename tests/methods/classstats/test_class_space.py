@@ -207,7 +207,7 @@ def test_personal_model_of_own_statistics_has_no_fleet_predictor() -> None:
     unseen = images_of([10, 10, 10, 10], 9)
     right = extract(personal, unseen.inputs).argmax(dim=1) == (unseen.labels + 1) % CLASSES
     assert right.float().mean() > 0.9
-    other = played.halves["a"]
+    other = Rounds(make_server(**settings), devices(**settings)).play().halves["a"]  # 35 rows of 35 to 32 of its own
     assert not other.own.current_variants.own_kept
     of_fleet = other.variants()[PERSONAL]
     of_others = other.own.current_variants
