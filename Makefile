@@ -12,7 +12,7 @@ PROTOC := .protos-venv/bin
 WIRE := fleetdistill/wire/v1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all coverage mutation check docs format bench protos protos-check venv clean fuzz chaos kills run-kills sums stores wheels soak containers
+.PHONY: help demo test test-all matrix coverage mutation check docs format bench protos protos-check venv clean fuzz chaos kills run-kills sums stores wheels soak containers
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,13 +21,16 @@ demo: .venv/.installed  ## Train a small fleet on real digits (METHOD=feddkc, OU
 	@$(BIN)/python examples/demo.py --method $(METHOD) --out $(OUT)
 
 test: .venv/.installed  ## Run the tests but the long ones (FAST=1 leaves out the slow ones, ARGS="-k name" passes options to pytest)
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not containers and not long$(if $(filter 1,$(FAST)), and not slow)" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not containers and not long and not matrix$(if $(filter 1,$(FAST)), and not slow)" $(ARGS)
 
-test-all: .venv/.installed  ## Run all tests, and keep pictures of the dashboard in out/dashboard (ARGS as for test)
-	@PYTHONDONTWRITEBYTECODE= FLEETDISTILL_TESTS_PICTURES=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not containers" $(ARGS)
+test-all: .venv/.installed  ## Run all tests but those of make matrix, and keep pictures of the dashboard in out/dashboard (ARGS as for test)
+	@PYTHONDONTWRITEBYTECODE= FLEETDISTILL_TESTS_PICTURES=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not containers and not matrix" $(ARGS)
+
+matrix: .venv/.installed  ## Kill, replay, score and export with the methods and variants that test-all leaves out (ARGS as for test)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m matrix $(ARGS)
 
 coverage: .venv/.installed  ## Run the tests and say which lines of both packages they reach (ARGS as for test)
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered -m "not containers$(if $(filter 1,$(FAST)), and not slow)" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered -m "not containers and not matrix$(if $(filter 1,$(FAST)), and not slow)" $(ARGS)
 
 MUTANTS ?= 100
 

@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from support.fleets import RUNS
+from support.fleets import MECHANISMS, RUNS
 from support.long import long_except
 from support.undisturbed import Undisturbed
 from torch import nn
@@ -45,7 +45,7 @@ def assert_same(model: nn.Module, file: Path, inputs: Array) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", long_except(RUNS, "classstats", "fedavg", "feddkc", "cdkt"))
+@pytest.mark.parametrize("name", long_except(RUNS, "classstats", "fedavg", "feddkc", "cdkt", long=MECHANISMS))
 def test_server_model_is_exported_as_in_last_checkpoint(name: str, undisturbed: Undisturbed, tmp_path: Path) -> None:
     played = undisturbed(name, durable=True)  # whose answers are on the disk
     store, method = played.store, build_method(played.prepared[0])
@@ -69,7 +69,7 @@ def test_server_model_is_exported_as_in_last_checkpoint(name: str, undisturbed: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("durable", [True, pytest.param(False, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", long_except(RUNS, "classstats", "fedavg", "feddkc", "cdkt"))
+@pytest.mark.parametrize("name", long_except(RUNS, "classstats", "fedavg", "feddkc", "cdkt", long=MECHANISMS))
 def test_every_device_exports_the_model_that_its_app_uses(
     name: str, durable: bool, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

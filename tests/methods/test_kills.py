@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.fleets import (
     EVERY_METHOD,
+    MECHANISMS,
     REPRODUCIBLE,
     RUNS,
     Prepared,
@@ -34,7 +35,9 @@ from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow
-every_method = pytest.mark.parametrize("name", long_except(sorted(set(EVERY_METHOD) & set(REPRODUCIBLE)), "fedavg"))
+every_method = pytest.mark.parametrize(
+    "name", long_except(sorted(set(EVERY_METHOD) & set(REPRODUCIBLE)), "fedavg", long=MECHANISMS)
+)
 State = tuple[int, int, int]
 """(round, step number, answers to that step), what a store shows in mid-run."""
 
@@ -97,7 +100,7 @@ def assert_like(peaceful: Played, prepared: Prepared, store: Store) -> set[State
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "classstats", "fedavg", "fedd2s"))
+@pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "classstats", "fedavg", "fedd2s", long=MECHANISMS))
 def test_engine_killed_between_any_two_answers_changes_nothing(
     name: str, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from support.driving import DriveDevices
 from support.fleets import (
     HOSTILE,
+    MECHANISMS,
     REPRODUCIBLE,
     RUN,
     RUNS,
@@ -69,7 +70,9 @@ def _drive(store: Store, config: object, devices: list[Device]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "fedavg", "feddkc", "classstats in one exchange"))
+@pytest.mark.parametrize(
+    "name", long_except(REPRODUCIBLE, "fedavg", "feddkc", "classstats in one exchange", long=MECHANISMS)
+)
 def test_engine_dying_between_any_two_waits_ends_in_same_state(
     name: str, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

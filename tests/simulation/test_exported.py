@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-from support.fleets import ROUNDS_OF_ANY_SIZE, RUNS, SMALL
+from support.fleets import MECHANISMS, ROUNDS_OF_ANY_SIZE, RUNS, SMALL
 from support.long import long_except
 from support.onnx_traces import traced_models
 from typer.testing import CliRunner
@@ -96,7 +96,7 @@ def test_each_value_writes_the_models_of_its_devices(export: Any, method: str, t
     assert json.loads((tmp_path / "report.json").read_text())["devices"][0]["onnx_file"] == report.devices[0].onnx_file
 
 
-@pytest.mark.parametrize("name", long_except(ROUNDS_OF_ANY_SIZE, "fedavg", "feddkc"))
+@pytest.mark.parametrize("name", long_except(ROUNDS_OF_ANY_SIZE, "fedavg", "feddkc", long=MECHANISMS))
 @pytest.mark.parametrize("share", [0.0, 0.3], ids=["takes", "chooses"])
 def test_a_files_accuracy_is_the_devices(name: str, share: float, tmp_path: Path) -> None:
     """Also of devices that took part in the first round only, or may keep the model that they had."""
@@ -117,7 +117,7 @@ def test_a_files_accuracy_is_the_devices(name: str, share: float, tmp_path: Path
             assert own == pytest.approx(rate, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", long_except(RUNS, "fedavg"))
+@pytest.mark.parametrize("name", long_except(RUNS, "fedavg", long=MECHANISMS))
 def test_an_architecture_is_traced_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the files answer like those that are traced each for itself."""
     traced = traced_models(monkeypatch)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-from support.fleets import REPRODUCIBLE, ROUNDS_OF_ANY_SIZE, RUNS, SMALL
+from support.fleets import MECHANISMS, REPRODUCIBLE, ROUNDS_OF_ANY_SIZE, RUNS, SMALL
 from support.long import long_except
 
 from fleetdistill.errors import ConfigurationError
@@ -103,7 +103,9 @@ WITHOUT_GLOBAL_MODEL = {
 }
 
 
-@pytest.mark.parametrize("name", long_except(RUNS, "fedavg", "feddkc", "feddkd with batch-norm on devices"))
+@pytest.mark.parametrize(
+    "name", long_except(RUNS, "fedavg", "feddkc", "feddkd with batch-norm on devices", long=MECHANISMS)
+)
 def test_score_global_scores_a_model_or_is_refused(name: str, tmp_path: Path) -> None:
     """Before anything is written, with the methods that have one."""
     wanted = replace(RUNS[name], score="global", out=tmp_path / "out")
@@ -116,7 +118,7 @@ def test_score_global_scores_a_model_or_is_refused(name: str, tmp_path: Path) ->
         assert None not in simulate(wanted).global_accuracy_by_round
 
 
-@pytest.mark.parametrize("method", long_except(REPRODUCIBLE, "fedavg", "feddkc"))
+@pytest.mark.parametrize("method", long_except(REPRODUCIBLE, "fedavg", "feddkc", long=MECHANISMS))
 def test_sampled_short_run_has_all_figures_of_trained_devices(tmp_path: Path, method: str) -> None:
     """At most ten rounds on at most 1,000 rows: nothing is left out but models that never trained."""
     wanted = replace(RUNS[method], devices=4, devices_per_round=2, train_limit=max(RUNS[method].train_limit or 0, 160))
@@ -138,7 +140,7 @@ def test_sampled_short_run_has_all_figures_of_trained_devices(tmp_path: Path, me
     assert next(down) == next(down), "also of devices that did not take the final model"
 
 
-@pytest.mark.parametrize("name", long_except(ROUNDS_OF_ANY_SIZE, "fedavg", "feddkc"))
+@pytest.mark.parametrize("name", long_except(ROUNDS_OF_ANY_SIZE, "fedavg", "feddkc", long=MECHANISMS))
 def test_each_device_that_trained_is_scored_at_the_end(name: str, tmp_path: Path) -> None:
     """Whatever rounds it trained in; with its further variants, if it has some."""
     rows = max(RUNS[name].train_limit or 0, 160)

@@ -113,6 +113,31 @@ RUNS = {
     **{name: replace(SMALL, **changes) for name, changes in VARIANTS.items()},
 }
 """A short run of every method with its defaults, and of every variant."""
+MECHANISMS = (
+    "cdkt",
+    "classstats",
+    "classstats in one exchange",
+    "classstats teaching the app's network",
+    "classstats with a refined head",
+    "classstats with a trained predictor",
+    "classstats_summed",
+    "dafkd",
+    "fedavg",
+    "fedd2s",
+    "feddf",
+    "feddkc",
+    "feddkd",
+    "fedgen",
+    "fedgkt",
+    "fedper",
+    "fedproto",
+    "moon",
+    "scaffold",
+)
+"""Runs that have between them every kind of message, of state on a device and on the server, and of delivered model.
+
+A test that takes seconds a run has these in `make test-all`, and all others in `make matrix`.
+"""
 HOSTILE = replace(SMALL, method="fedavg", devices=5, train_limit=150, alpha=100.0, hostile=1, attack="scaled")
 """A fleet of which one device is left out of every mean."""
 REPRODUCIBLE = [name for name, wanted in RUNS.items() if not wanted.configuration().hides_rows]

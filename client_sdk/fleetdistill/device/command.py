@@ -104,7 +104,8 @@ def _lines(found: Inspection) -> Iterator[tuple[str, object]]:
     totals = found.ledger.totals
     yield "device", f"{found.device or 'unknown'}, run {found.run or 'unknown'}, SDK {found.sdk or 'unknown'}"
     yield "model", f"{found.model or 'unknown'}, {found.parameters} parameters"
-    yield "delivered", f"model.onnx, {found.files['model.onnx']} bytes" if "model.onnx" in found.files else "no file yet"
+    size = found.files.get("model.onnx")
+    yield "delivered", "no model.onnx yet" if size is None else f"model.onnx, {size} bytes"
     yield (
         "data",
         f"{found.samples} samples, version {found.data_version or 'unknown'}; allowed: "

@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 from simulation.backends.dying_models import DYING, PARENT, deaths
-from support.fleets import HOSTILE, REPRODUCIBLE, RUNS, SMALL, Prepared, device_files, prepare, record, run_in_memory
+from support.fleets import (
+    HOSTILE,
+    MECHANISMS,
+    REPRODUCIBLE,
+    RUNS,
+    SMALL,
+    Prepared,
+    device_files,
+    prepare,
+    record,
+    run_in_memory,
+)
 from support.long import long_except
 from support.processes import children, wait_until
 from support.undisturbed import Undisturbed
@@ -42,7 +53,7 @@ def assert_same(one: Prepared, other: Prepared, first: Store, second: Store) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "fedavg"))
+@pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "fedavg", long=MECHANISMS))
 def test_every_method_gives_the_same_to_the_bit(tmp_path: Path, undisturbed: Undisturbed, name: str) -> None:
     alone, helped = undisturbed(name), prepare(RUNS[name], tmp_path / "helped")
     with closing(run_with_workers(helped, 2)) as store:

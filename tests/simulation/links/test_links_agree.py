@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.fleets import (
     HOSTILE,
+    MECHANISMS,
     REPRODUCIBLE,
     RUNS,
     Prepared,
@@ -75,7 +76,7 @@ def test_both_links_leave_the_same_device_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "classstats in one exchange", "feddkc"))
+@pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "classstats in one exchange", "feddkc", long=MECHANISMS))
 def test_both_links_agree_to_the_bit(tmp_path: Path, undisturbed: Undisturbed, name: str) -> None:
     near, far = undisturbed(name), prepare(RUNS[name], tmp_path / "far")
     with closing(run_in_processes(far)) as store:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.fleets import REPRODUCIBLE, SMALL, device_files, prepare, record, run_in_memory
+from support.fleets import MECHANISMS, REPRODUCIBLE, SMALL, device_files, prepare, record, run_in_memory
 from support.long import long_except
 from support.undisturbed import Undisturbed
 
@@ -24,7 +24,9 @@ def files_of(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "classstats in one exchange", "fedavg", "feddkc"))
+@pytest.mark.parametrize(
+    "name", long_except(REPRODUCIBLE, "classstats in one exchange", "fedavg", "feddkc", long=MECHANISMS)
+)
 def test_a_durable_run_gives_the_same_to_the_bit(undisturbed: Undisturbed, name: str) -> None:
     fast, durable = undisturbed(name), undisturbed(name, durable=True)
     assert fast.record == durable.record

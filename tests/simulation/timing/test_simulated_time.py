@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fleets import REPRODUCIBLE, RUNS, SMALL, assert_no_upload_lost, outcome, prepare, record
+from support.fleets import MECHANISMS, REPRODUCIBLE, RUNS, SMALL, assert_no_upload_lost, outcome, prepare, record
 from support.long import long_except
 
 from fleetdistill.errors import RunError
@@ -195,7 +195,9 @@ CHURN = FleetBehaviour(compute="lognormal:0.8", seconds_per_ask=30.0, churn=100.
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("name", long_except(REPRODUCIBLE, "classstats in one exchange", "fedavg", "feddkd"))
+@pytest.mark.parametrize(
+    "name", long_except(REPRODUCIBLE, "classstats in one exchange", "fedavg", "feddkd", long=MECHANISMS)
+)
 def test_every_method_completes_its_rounds_in_a_fleet_with_churn(name: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"train_limit": 150, "quorum": 0.5, "deadline_seconds": 90.0, "behaviour": CHURN}
     wanted = replace(RUNS[name], devices=5, min_devices=3, **settings)
