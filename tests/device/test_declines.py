@@ -56,6 +56,26 @@ def test_unanswerable_ask_is_declined_and_device_goes_on(fleet: Fleet, tmp_path:
     )
 
 
+def test_what_fails_after_a_stop_is_not_declined_but_done_again(fleet: Fleet, tmp_path: Path) -> None:
+    events = EventLog()
+    with make_device(fleet, tmp_path, events) as device:
+        device.step(0)
+        method = compute_of(device).method
+
+        def fail(ask: Any) -> Any:
+            device.stop()  # the app ends, and with it what the work needs
+            raise RuntimeError("the interpreter shuts down")
+
+        method.handle = fail
+        fleet.ask("d")
+        assert device.step(0) is Step.PAUSED
+        (ask,) = fleet.store.asks.of_step(RUN, 1, 1)
+        assert ask.status == "open"
+        assert "dropped" not in events.kinds()
+        del method.handle
+        assert device.step(0) is Step.ANSWERED
+
+
 def test_repeated_ask_is_declined_after_longer_and_longer_pauses(tmp_path: Path) -> None:
     clock, pauses = ManualClock(), list[float]()
     device, events = device_at(LyingLink(*[ask(step="dream")] * 11, ask(step="dream", round=2)), tmp_path, clock=clock)

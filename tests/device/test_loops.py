@@ -169,22 +169,35 @@ def test_leaving_the_with_block_ends_the_background_thread(tmp_path: Path) -> No
         again.run()
 
 
-@pytest.mark.long
+APP = """
+import atexit
+import sys
+from pathlib import Path
+from threading import Thread
+from time import sleep
+
+from device.waiting import WaitingLink
+from support.hostile_server import device_at
+
+link = WaitingLink()
+device, events = device_at(link, Path(sys.argv[1]))
+device.start()
+assert link.polling.wait(60)
+atexit.register(lambda: print("stopped before exit handlers:", device.join(0)))
+Thread(target=lambda: (sleep(1), print("stopped before another thread:", device.join(0)))).start()
+"""
+
+
 def test_an_app_that_ends_without_close_stops_its_device(tmp_path: Path) -> None:
+    """After the app's own threads, and before handlers that PyTorch registers when a device first computes."""
     script = tmp_path / "app.py"
-    script.write_text(
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from device.waiting import WaitingLink\nfrom support.hostile_server import device_at\n"
-        "link = WaitingLink()\n"
-        "device, events = device_at(link, Path(sys.argv[1]))\n"
-        "device.start()\n"
-        "assert link.polling.wait(60)\n"
-    )
-    command: list[str | Path] = [sys.executable, script, tmp_path / "state"]
-    environment = {**os.environ, **module_path()}
-    app = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, env=environment)
-    assert (app.returncode, app.stderr) == (0, b"")
+    for end, code in (("", 0), ("sys.exit(3)", 3)):
+        script.write_text(APP + end)
+        command: list[str | Path] = [sys.executable, script, tmp_path / "state"]
+        environment = {**os.environ, **module_path()}
+        app = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, env=environment, text=True)
+        told = ["stopped before another thread: False", "stopped before exit handlers: True"]
+        assert (app.returncode, app.stderr, app.stdout.splitlines()) == (code, "", told)
 
 
 # --- one at a time

@@ -26,7 +26,7 @@ from fleetdistill.errors import (
     WireError,
     WorkInterrupted,
 )
-from fleetdistill.interruption import time_limit
+from fleetdistill.interruption import check_may_continue, time_limit
 from fleetdistill.link.terms import check_ask, upload_digest
 from fleetdistill.progress import report_to
 from fleetdistill.replacement import Replacement, pin
@@ -196,7 +196,9 @@ class AskHandler:
                 return Step.DECLINED, 0.0
             except (CannotAnswer, ConfigurationError, DataError, KnowledgeError, WireError, NoRoomError) as reason:
                 # Training diverged, a sample cannot be read, the server is newer or faulty, or the disk is full: the
-                # device declines this ask and continues with the next one.
+                # device declines this ask and continues with the next one. If the app has stopped the device, the
+                # reason may be the app's end, and the ask stays open.
+                check_may_continue()
                 return self._decline(ask, reason, terms)
             except BaseException:
                 compute.forget_state()  # training for a failed answer must not affect the next one

@@ -7,10 +7,10 @@ One thread at a time works on a device; `Loop` sees to this, and ends the work w
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -400,7 +400,8 @@ class Loop:
             with control_flow_as_errors("run"):
                 self._run()
         except BaseException as error:
-            self._events.emit_failed(error)
+            if not _exit.began:
+                self._events.emit_failed(error)
             raise
         finally:
             self._lock.give_back()
@@ -547,8 +548,8 @@ class BackgroundThread:
     """Runs a device's loop in a daemon thread, and keeps its exception for `join`.
 
     A thread that is not a daemon would keep an app without a call of `close` alive until the run is over. A daemon that
-    still computes while the interpreter shuts down can crash the process. Therefore the thread is a daemon that
-    an exit handler of the interpreter stops and joins, for at most `AT_EXIT_SECONDS`.
+    still computes while the interpreter shuts down can crash the process. Therefore the thread is a daemon that is
+    stopped and joined, for at most `AT_EXIT_SECONDS`, before the shutdown begins.
 
     Args:
         loop: Runs until the run is over or the device is stopped.
@@ -557,20 +558,20 @@ class BackgroundThread:
     """
 
     def __init__(self, loop: Callable[[], None], stop: Callable[[], None], name: str) -> None:
-        self._stop = stop
+        self.stop = stop
         self.ended: Future[None] = Future()
         """Result of the loop: None, or its exception."""
         self.ended.set_running_or_notify_cancel()  # so that nobody can cancel it
-        self._thread = threading.Thread(target=self._run, args=(loop,), name=name, daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(loop,), name=name, daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
-        atexit.register(self._end_at_exit)
-        self._thread.start()
+        _exit.add(self)
+        self.thread.start()
 
     def is_this_thread(self) -> bool:
         """Returns whether the calling thread is the one of the loop."""
-        return threading.current_thread() is self._thread
+        return threading.current_thread() is self.thread
 
     def join(self, timeout: float | None) -> bool:
         """Waits for the end of the loop, at most `timeout` seconds; raises its exception. Returns whether it ended."""
@@ -589,8 +590,53 @@ class BackgroundThread:
         else:
             self.ended.set_result(None)
         finally:
-            atexit.unregister(self._end_at_exit)
+            _exit.discard(self)
 
-    def _end_at_exit(self) -> None:
-        self._stop()
-        self._thread.join(AT_EXIT_SECONDS)
+
+class _Exit:
+    """Stops the background threads of all devices when the app ends, before any exit handler of the interpreter.
+
+    Exit handlers run in the reverse order of their registration. PyTorch registers some when a device first computes,
+    which remove its operators; an exit handler of the SDK from before would run after them, while the device computes.
+    A thread that is not a daemon ends before all exit handlers.
+    """
+
+    def __init__(self) -> None:
+        self.began = False
+        """Whether the app ends, so that errors of the work say nothing about it."""
+        self._lock = threading.Lock()
+        self._running: set[BackgroundThread] = set()
+        self._watcher: threading.Thread | None = None
+
+    def add(self, thread: BackgroundThread) -> None:
+        """Watches over a thread until `discard`."""
+        with self._lock:
+            if self._watcher is None or not self._watcher.is_alive():  # also in a fork, which has no other thread
+                self._running = set()
+                self._watcher = threading.Thread(target=self._watch, name="fleetdistill exit")
+                self._watcher.start()
+            self._running.add(thread)
+
+    def discard(self, thread: BackgroundThread) -> None:
+        """Forgets a thread that has ended."""
+        with self._lock:
+            self._running.discard(thread)
+
+    def _watch(self) -> None:
+        """Waits for the end of the app, which is that of all its threads but the daemons; then stops the devices."""
+        while others := [thread for thread in threading.enumerate() if self._keeps_app_alive(thread)]:
+            for thread in others:
+                thread.join()
+        with self._lock:
+            self.began, running = True, list(self._running)
+        for background in running:
+            background.stop()
+        until = time.monotonic() + AT_EXIT_SECONDS
+        for background in running:
+            background.thread.join(max(0.0, until - time.monotonic()))
+
+    def _keeps_app_alive(self, thread: threading.Thread) -> bool:
+        return not thread.daemon and thread is not self._watcher and thread.is_alive()
+
+
+_exit = _Exit()
