@@ -387,6 +387,7 @@ def test_calls_of_an_apps_own_loop_wait_seconds_for_a_reply(deadlines: tuple[Dea
     device, _ = device_at(address, tmp_path)
     with device:
         assert device.tick() is Step.WAITED
+        assert len(calls.seconds) == 1, "gRPC tries again after a pause, in which the app's loop would stand still"
         with pytest.raises(LinkError):
             device.step(1.0)
         assert 0 < max(calls.seconds) <= 5.1  # gRPC rounds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import re
 import threading
 import time
@@ -38,28 +37,11 @@ STREAM_SECONDS = 3600.0
 _MAX_REUSED_BYTES = 16 << 20
 _PROBE_EVERY_SECONDS = 30.0
 
-# Idempotent calls, which gRPC retries while the server restarts.
-_RETRIED = ["CheckIn", "Heartbeat", "UploadStatus"]
 _UPLOAD = "/fleetdistill.wire.v1.DeviceService/Upload"
 _DOWNLOAD = "/fleetdistill.wire.v1.DeviceService/Download"
-_SERVICE_CONFIG = {
-    "methodConfig": [
-        {
-            "name": [{"service": "fleetdistill.wire.v1.DeviceService", "method": name} for name in _RETRIED],
-            "retryPolicy": {
-                "maxAttempts": 4,
-                "initialBackoff": "0.2s",
-                "maxBackoff": "2s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ]
-}
 _OPTIONS = [
     ("grpc.max_receive_message_length", 4 << 20),
     ("grpc.max_send_message_length", 4 << 20),
-    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # Otherwise all channels of a process to one server share a TCP connection, and with it the server's limit on open
