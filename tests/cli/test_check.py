@@ -26,8 +26,9 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.cli.serve_checks import check_new_run
-from fleetdistill_server.config.run_config import RunConfig, load_run_config
+from fleetdistill_server.config.run_config import RunConfig, load_run_config, run_config
 from fleetdistill_server.config.section import as_toml
+from fleetdistill_server.engine.contract import pace_warning
 from fleetdistill_server.security.pki import SERVER
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register
@@ -100,6 +101,19 @@ def test_a_file_that_is_right_is_told_in_a_few_lines(tmp_path: Path) -> None:
     assert said[4].startswith("server half: ")
     assert said[4].endswith("proxy set: none, evaluation: 20 samples")
     assert said[5:] == [f"listens on 127.0.0.1:0 (plain text), store {tmp_path / 'store'}"]
+
+
+@pytest.mark.parametrize(
+    ("method", "rounds", "seconds", "warned"),
+    [("fedavg", 0, 0.0, True), ("fedavg", 0, 60.0, False), ("fedavg", 3, 0.0, False), ("classstats", 0, 0.0, False)],
+)
+def test_a_run_that_trains_without_a_pause_is_warned_of(method: str, rounds: int, seconds: float, warned: bool) -> None:
+    sections = {
+        "run": {"name": "field", "method": method, "rounds": rounds, "round_seconds": seconds},
+        "contract": {"classes": 10, "input_shape": [1, 8, 8]},
+    }
+    text = pace_warning(run_config(sections))
+    assert ("set [run] round_seconds" in text) == bool(text) == warned
 
 
 @pytest.mark.long

@@ -221,10 +221,17 @@ def summary(config: RunConfig) -> list[str]:
         *_secure_sums(config),
         *built.extractor,
         *_range_warnings(config),
+        *_pace(config),
         f"{run.method}, {rounds}, at least {counted(run.min_devices, 'device')} a round",
         ", ".join(f"{what}: {size}" for what, size in sizes.items()),
         _listens(config.server),
     ]
+
+
+def _pace(config: RunConfig) -> list[str]:
+    from fleetdistill_server.engine.contract import pace_warning  # imports torch
+
+    return [f"warning: {text}"] if (text := pace_warning(config)) else []
 
 
 def _listens(server: ServerSection) -> str:

@@ -27,7 +27,7 @@ from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.engine.buffering import BufferTerms
 from fleetdistill_server.engine.cohort import RoundTerms, StoreCohort
-from fleetdistill_server.engine.contract import build_method, check_proxy, check_readable, make_contract
+from fleetdistill_server.engine.contract import build_method, check_proxy, check_readable, make_contract, pace_warning
 from fleetdistill_server.engine.forgetting import forget_requested
 from fleetdistill_server.engine.group import Group
 from fleetdistill_server.engine.round_training import RoundTraining
@@ -138,6 +138,8 @@ class Engine:
         """
         torch.set_num_threads(self._config.run.threads)
         self.prepare()
+        if warning := pace_warning(self._config):
+            logger.warning("%s", warning, extra=about(run=self._name))
         while self._endless or self._completed() < self._config.run.rounds:
             cohort = await self.next_cohort()
             with self.around_round(cohort.round):
@@ -283,14 +285,20 @@ class Engine:
         """
         checked: tuple[object, ...] = ()
         waits, check_at = "", 0.0
+        now, start_at = self._store.asks.clock.now, self._next_start()
+        if start_at > now():
+            text = f"the next round starts in {start_at - now():.0f} seconds, because of round_seconds"
+            logger.info("%s", text, extra=about(run=self._name))
         while True:
             self.forget()
             self._reload_if_changed()
+            if (left := start_at - now()) > 0:
+                await self._waker.wait(min(left, POLL_SECONDS))
+                continue
             profiles = self._present()
             enough = len(profiles) >= self._needed_devices()
-            now = self._store.asks.clock.now()
-            if (self._checkpoint, profiles) != checked or now >= check_at:
-                checked, check_at = (self._checkpoint, profiles), now + _DUE_SECONDS
+            if (self._checkpoint, profiles) != checked or now() >= check_at:
+                checked, check_at = (self._checkpoint, profiles), now() + _DUE_SECONDS
                 if self._endless:
                     self.method.update_present(profiles)
                 due = self._due(profiles) if enough else None
@@ -303,6 +311,14 @@ class Engine:
         if waits:
             logger.info("a round is due after a wait", extra=about(run=self._name))
         return due
+
+    def _next_start(self) -> float:
+        """Returns the time before which `round_seconds` allows no round, in seconds since 1970; 0 without one."""
+        seconds, number = self._config.run.round_seconds, self._store.summaries.last_round(self._name)
+        if not seconds or not number:
+            return 0.0
+        started, _ = self._store.summaries.times_of_rounds(self._name, number - 1)[number]
+        return min(started, self._store.asks.clock.now()) + seconds  # the system's clock may have been set back
 
     def _wait(self, waits: str, needed: int) -> str:
         """Records that the run waits for devices, or for 0 for a change of them; returns this in words."""
