@@ -10,6 +10,9 @@ import pytest
 from support.dashboards import TOKEN, Watched, browser_arguments, chromium
 
 
+set_running_loop = asyncio._set_running_loop
+
+
 @pytest.fixture(scope="session")
 def started_browser() -> Iterator[tuple[Any, asyncio.AbstractEventLoop]]:
     """A headless Chromium for all tests of the process, and Playwright's event loop, which is not running."""
@@ -20,9 +23,9 @@ def started_browser() -> Iterator[tuple[Any, asyncio.AbstractEventLoop]]:
     with playwright.sync_playwright() as started:
         opened = started.chromium.launch(executable_path=path, args=browser_arguments())
         loop = asyncio.get_running_loop()
-        asyncio._set_running_loop(None)
+        set_running_loop(None)
         yield opened, loop
-        asyncio._set_running_loop(loop)
+        set_running_loop(loop)
         opened.close()
 
 
@@ -30,9 +33,9 @@ def started_browser() -> Iterator[tuple[Any, asyncio.AbstractEventLoop]]:
 def browser(started_browser: tuple[Any, asyncio.AbstractEventLoop]) -> Iterator[Any]:
     """The browser. Playwright's event loop counts as running during the test alone, so that others have their own."""
     opened, loop = started_browser
-    asyncio._set_running_loop(loop)
+    set_running_loop(loop)
     yield opened
-    asyncio._set_running_loop(None)
+    set_running_loop(None)
 
 
 @pytest.fixture

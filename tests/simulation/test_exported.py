@@ -41,6 +41,8 @@ FLEET = replace(
     models=("digits_linear", "digits_mlp_small"),
 )
 """Seven devices of two architectures, of which some take no part."""
+TRACED = ("classstats in one exchange", "classstats with a trained predictor", "fedd2s", "feddkc", "fedper", "fedproto")
+"""Runs that have between them every kind of graph."""
 
 
 def accuracy_of(file: Path, scored: Path) -> float:
@@ -117,7 +119,7 @@ def test_a_files_accuracy_is_the_devices(name: str, share: float, tmp_path: Path
             assert own == pytest.approx(rate, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", long_except(RUNS, "fedavg", long=MECHANISMS))
+@pytest.mark.parametrize("name", long_except(RUNS, "fedavg", long=TRACED))
 def test_an_architecture_is_traced_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the files answer like those that are traced each for itself."""
     traced = traced_models(monkeypatch)
