@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from support.dashboards import TOKEN, Watched, browser_arguments, chromium
 
-
 set_running_loop = asyncio._set_running_loop
 
 
