@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.processes import COMMAND, PATIENCE_SECONDS
+from support.processes import COMMAND, PATIENCE_SECONDS, free_port
+from support.secured import make_pki
 from typer.testing import CliRunner
 
 from fleetdistill.errors import RunError
@@ -97,6 +98,46 @@ def test_a_second_server_on_one_store_is_refused(tmp_path: Path) -> None:
         Supervisor(load_run_config(path))
     first.lock.close()
     first.store.close()
+
+
+@pytest.mark.parametrize("options", [[], ["--check"]])
+def test_a_missing_store_of_a_used_pki_is_not_replaced(tmp_path: Path, options: list[str]) -> None:
+    """Its disk may not be mounted; an empty store knows no run, so that devices leave, and has no revocations."""
+    make_pki(tmp_path / "pki")
+    path = write_run(tmp_path, "127.0.0.1:0")
+    path.write_text(f'{path.read_text()}pki = "{tmp_path / "pki"}"\nenrol_listen = "127.0.0.1:0"\n')
+    first = Supervisor(load_run_config(path))
+    first.lock.close()
+    first.store.close()
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    done = CliRunner().invoke(app, ["serve", str(path), *options])
+    assert done.exit_code == 1
+    assert f"there is no store in {tmp_path / 'store'}, but the PKI {tmp_path / 'pki'} has served one" in done.output
+    assert not (tmp_path / "store").exists()
+    (tmp_path / "pki" / "served-store").unlink()
+    assert CliRunner().invoke(app, ["serve", str(path), "--check"]).exit_code == 0
+
+
+@pytest.mark.postgres
+@pytest.mark.s3
+@pytest.mark.long
+def test_a_database_and_a_bucket_are_checked_before_the_first_start(
+    tmp_path: Path, database_url: str, blobs_url: str
+) -> None:
+    path = write_run(tmp_path, "127.0.0.1:0")
+    given = path.read_text()
+    bucket = blobs_url.removeprefix("s3://").partition("/")[0]
+    nowhere = f"postgresql://127.0.0.1:{free_port()}/fleet"
+    for database, blobs, said in (
+        (database_url, blobs_url, "can be served"),
+        (nowhere, blobs_url, "database"),
+        (database_url, blobs_url.replace(bucket, "no-such-bucket"), "there is no bucket 'no-such-bucket'"),
+    ):
+        path.write_text(f'{given}database = "{database}"\nblobs = "{blobs}"\n')
+        done = CliRunner().invoke(app, ["serve", str(path), "--check"])
+        assert said in done.output
+        assert (done.exit_code == 0) == (said == "can be served")
+        assert not (tmp_path / "store").exists()
 
 
 def test_a_start_on_a_full_disk_says_what_to_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,7 @@ def serve(
         check_extras,
         check_new_run,
         check_security,
+        check_store_is_there,
         problems_of_file,
     )
     from fleetdistill_server.config.run_config import load_run_config
@@ -94,6 +95,7 @@ def serve(
         return
     configure("serve", log_format, log_level)
     check_extras(loaded.server)
+    check_store_is_there(loaded.server)
     warning = check_security(loaded.server, insecure)
     if warning:
         logger.warning("%s", warning)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
 from fleetdistill.link.grpc_link import is_loopback
@@ -27,7 +28,7 @@ from fleetdistill_server.front.tls import check_files
 from fleetdistill_server.service.engine_process import engines_at_once
 from fleetdistill_server.service.processes import child_environment
 from fleetdistill_server.service.registration import is_prepared, register
-from fleetdistill_server.service.serve_lock import is_served, last_served, serving
+from fleetdistill_server.service.serve_lock import SERVED_STORE, is_served, last_served, served_store, serving
 from fleetdistill_server.store.location import Location, has_store
 from fleetdistill_server.store.store import Store, open_for_trial
 from fleetdistill_server.texts import SUMS_UNREVIEWED, counted, readable_bytes
@@ -65,6 +66,19 @@ def check_security(server: ServerSection, insecure: bool) -> str:
             "allow plain text with --insecure"
         )
     return f"serving in plain text on {server.listen}; anyone on the network path can read and modify the traffic"
+
+
+def check_store_is_there(server: ServerSection) -> None:
+    """Raises ConfigurationError if the server's PKI has served a store, and there is none where it would be now."""
+    tls = server.tls()
+    served = "" if tls is None or server.database else served_store(tls.directory)
+    if tls is not None and served and not has_store(Path(server.store)):
+        raise ConfigurationError(
+            f"there is no store in {Path(server.store).absolute()}, but the PKI {tls.directory} has served one in "
+            f"{served}. Devices leave a server that does not know their run, and an empty store has no revocations. "
+            "Mount its disk, correct [server] store, or restore a backup; to begin with an empty store, delete "
+            f"{tls.directory / SERVED_STORE}"
+        )
 
 
 def check_certificates(config: RunConfig) -> None:
@@ -183,6 +197,7 @@ def service_summary(server: ServerSection) -> list[str]:
 def _of_server(server: ServerSection, run: str, insecure: bool) -> tuple[Callable[[], object], ...]:
     checks = (
         lambda: check_extras(server),
+        lambda: check_store_is_there(server),
         lambda: check_security(server, insecure),
         lambda: _raise_first(not_valid(server)),
         lambda: _raise_first(disk_problems(server, Path(server.store))),
@@ -368,9 +383,13 @@ def _open_existing(server: ServerSection) -> None:
 
 @contextlib.contextmanager
 def _existing_store(server: ServerSection) -> Iterator[Store | None]:
-    directory = Path(server.store)
-    if not has_store(directory):
+    directory, location = Path(server.store), Location.of(server)
+    if has_store(directory):
+        with open_for_trial(directory, location) as store:
+            yield store
+    elif location != Location():  # the database may have the store of other machines; nothing is written here
+        with TemporaryDirectory() as place, open_for_trial(Path(place), location) as store:
+            store.blobs.check()
+            yield store
+    else:
         yield None
-        return
-    with open_for_trial(directory, Location.of(server)) as store:
-        yield store

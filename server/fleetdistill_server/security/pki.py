@@ -4,6 +4,7 @@
     ca-key.pem    private key of the signing CA, mode 0600; required for enrolment and renewal
     server.pem    the server's key and certificate and, during a CA rotation, the link certificate from the old CA;
                   mode 0600
+    served-store  path of the store that a server of this PKI has served last
     ROLE-NAME/    identity of a person: identity.pem (key and certificate, mode 0600) and ca.pem
 
 Keys are ECDSA P-256. A certificate names its holder in a URI among its alternative names, `fleetdistill:ROLE:NAME`. A

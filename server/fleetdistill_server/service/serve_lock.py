@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fleetdistill.errors import ConfigurationError, RunError
+from fleetdistill.link.credentials import write_private
 from fleetdistill.state.file_lock import lock_file
 from fleetdistill_server.config.server_config import ServerConfig, load_server_config
 from fleetdistill_server.store.blobs import disk_errors
@@ -22,6 +23,8 @@ __all__ = ["is_served", "serving"]
 
 SERVED_FILE = "served.toml"
 """The configuration of the server that holds the lock, in the store's directory."""
+SERVED_STORE = "served-store"
+"""The path of the store that a server of a PKI has served last, in the PKI's directory."""
 _FILE = "serve.lock"
 _WAIT_SECONDS = 1.0
 
@@ -123,3 +126,19 @@ def is_served(store: Path, run: str) -> bool:
     """Returns whether a server serves a run of this store."""
     served_now = serving(store)
     return served_now is not None and served_now.includes(run)
+
+
+def note_served_store(pki: Path, store: Path) -> None:
+    """Stores which store a server of this PKI serves, for `served_store`. Raises OSError."""
+    data = f"{store.absolute()}\n".encode()
+    path = pki / SERVED_STORE
+    if not (path.exists() and path.read_bytes() == data):
+        write_private(path, data)
+
+
+def served_store(pki: Path) -> str:
+    """Returns the path of the store that a server of this PKI has served last; empty if none has."""
+    try:
+        return (pki / SERVED_STORE).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from fleetdistill.device.interrupts import StopRequest
-from fleetdistill.errors import NoSpaceError, RunError, StoreError, StoreUnavailableError
+from fleetdistill.errors import NoSpaceError, RunError, StoreError, StoreUnavailableError, in_words
 from fleetdistill.link.credentials import write_private
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.section import as_toml
-from fleetdistill_server.config.server_config import ServerConfig
+from fleetdistill_server.config.server_config import ServerConfig, ServerSection
 from fleetdistill_server.logs import Interruption, about
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.engine_process import engines_at_once, make_slots
@@ -34,7 +34,7 @@ from fleetdistill_server.service.reconciliation import Reconciliation
 from fleetdistill_server.service.registration import serve_run
 from fleetdistill_server.service.wakeups import make_ends
 from fleetdistill_server.store.blobs import disk_errors
-from fleetdistill_server.store.location import Location, set_location
+from fleetdistill_server.store.location import Location, has_store, set_location
 from fleetdistill_server.store.operator_calls import BEGUN, FAILED, LOCAL, caller_in_words
 from fleetdistill_server.store.records import OperatorCall
 from fleetdistill_server.store.states import ACTIVE, OVER, RunStatus
@@ -71,6 +71,16 @@ def _write_served(config: RunConfig | ServerConfig) -> Path:
         if not (path.exists() and path.read_bytes() == text):  # a server that starts again needs no room on the disk
             write_private(path, text)
     return path
+
+
+def _note_served_store(server: ServerSection) -> None:
+    tls = server.tls()
+    if tls is None:
+        return
+    try:
+        serve_lock.note_served_store(tls.directory, Path(server.store))
+    except OSError as error:  # on a disk that only root writes to; then a missing store is not noticed
+        logger.info("the PKI cannot record which store it serves: %s", in_words(error))
 
 
 class Forgetting:
@@ -157,10 +167,14 @@ class Supervisor:
         self._stopped = stopped or StopRequest()
         self._at_once = False
         self._front: FrontProcess | None = None
-        directory = Path(config.server.store)
+        directory, is_new = Path(config.server.store), not has_store(Path(config.server.store))
         set_location(directory, Location.of(config.server))
         self.store = Store.open(directory, patience_seconds=_START_PATIENCE_SECONDS)
         self.store.check()
+        self.store.blobs.check()
+        if is_new:
+            logger.info("the store %s is new", directory.absolute())
+        _note_served_store(config.server)
         self.store.database.patience_seconds = _PATIENCE_SECONDS
         count = 1 if self._run else engines_at_once(config.server.engines_at_once)
         self.lock = serve_lock.take(directory, self._run, count)
