@@ -132,6 +132,7 @@ class Hung:
         self.arguments: list[str] = []
         self.started, self.code, self.starts = time.monotonic(), None, 0
         self.stdout: list[str] = []
+        self.restarts = 0
 
     def poll(self) -> int | None:
         return self.code
@@ -201,7 +202,7 @@ def test_a_hung_engine_is_killed_and_started_again(
     assert child.starts == 2
 
 
-def test_a_hung_front_is_reported_and_goes_on(
+def test_a_hung_front_is_reported_then_killed_and_replaced(
     tmp_path: Path, seconds: Seconds, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     child = Hung()
@@ -224,13 +225,21 @@ def test_a_hung_front_is_reported_and_goes_on(
         beat(tmp_path, 1e9, FRONT_FILE)
         assert after(10) == []
         said = "the front hangs: it has sent no heartbeat since 2001-09-09T01:46:40Z"
-        (problem,) = after(50)
+        (problem,) = after(49)
         assert problem.startswith(said)
         states = {row["process"]: row["state"] for row in server_view(store, tmp_path).lists["processes"]}
         assert (states["front"], child.code) == ("hangs", None)
         beat(tmp_path, 1e9 + 60, FRONT_FILE)
         assert after(1) == []
-    assert [record.getMessage() for record in caplog.records] == [said, "the front no longer hangs"]
+        assert [record.getMessage() for record in caplog.records] == [said, "the front no longer hangs"]
+        assert after(59)
+        assert child.starts == 0
+        assert after(1) == [], "another one starts, on the same ports"
+        assert child.starts == 1
+        assert after(60) == []
+        assert child.starts == 1, "it has sent no heartbeat yet"
+    killed = "the front sent no heartbeat for 60 s and was killed; restarting it"
+    assert killed in [record.getMessage() for record in caplog.records]
     store.close()
 
 

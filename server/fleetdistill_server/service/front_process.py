@@ -18,6 +18,8 @@ from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN, ending_in_
 from fleetdistill_server.service.wakeups import Ends
 
 logger = logging.getLogger("fleetdistill.server.supervisor")
+FRONT_TIMEOUT_SECONDS = 60.0
+"""Seconds without a heartbeat after which a front that has sent one is killed and started again."""
 
 
 class FrontProcess:
@@ -51,7 +53,7 @@ class FrontProcess:
         self._read_ports()
 
     def look(self) -> tuple[str, str] | None:
-        """Starts the front again if it has exited, and logs that or a hang; call this regularly.
+        """Starts the front again if it has exited, or hangs for a minute, and logs that; call this regularly.
 
         Returns:
             Kind and text of the event, if it was started again, or begins or ceases to hang.
@@ -61,12 +63,17 @@ class FrontProcess:
         """
         code = self._child.process.poll()
         if code is None:
-            self._beats.silent_seconds()
+            silent = self._beats.silent_seconds()
             hang = self._beats.log_hang("the front")
-            return (PROCESS_HANGS, hang) if hang else None
-        if code == EXIT_CANNOT_LISTEN and self.port is None:
+            if not self._beats.seen or silent < FRONT_TIMEOUT_SECONDS:
+                return (PROCESS_HANGS, hang) if hang else None
+            self._child.process.kill()  # only SIGKILL ends a stopped process
+            self._child.process.wait()
+            ending = f"the front sent no heartbeat for {silent:.0f} s and was killed"
+        elif code == EXIT_CANNOT_LISTEN and self.port is None:
             raise RunError(f"see {self._log or 'the log above'}")
-        ending = ending_in_words("the front", code)
+        else:
+            ending = ending_in_words("the front", code)
         logger.warning("%s; restarting it", ending)
         # Devices use these ports, even if the system assigned them at the first start.
         known = {"--port": self.port, "--enrol-port": self.enrol_port}

@@ -18,8 +18,8 @@ FRONT, ENGINE, SUPERVISOR = "front", "engine", "supervisor"
 """Names of the processes."""
 _FILE = "processes.json"
 _HANGS = {
-    FRONT: "the front hangs: it has sent no heartbeat since {since}, so no device can call; `kill -9 {pid}` makes the "
-    "supervisor start another",
+    FRONT: "the front hangs: it has sent no heartbeat since {since}, so no device can call; after a minute the "
+    "supervisor kills it (process {pid}) and starts another",
     ENGINE: "the engine of run {run!r} hangs: it has sent no heartbeat since {since}",
     SUPERVISOR: "the supervisor hangs (process {pid}): it has sent no heartbeat since {since}, and would start no "
     "front or engine again; end it with `kill -9 {pid}`, and start the server again",
