@@ -330,7 +330,23 @@ def test_the_end_of_a_rotation_names_whom_it_shuts_out_and_asks(place: Place) ->
     assert len((pki / "ca.pem").read_bytes()) < len(before)
     tokens = json.loads(run("enrol", "--list", "--json", *here[:2]))
     assert [token["state"] for token in tokens] == ["revoked", "open"]
-    assert json.loads(place.calls()[0]["arguments"]) == {"shut_out": ["operator otto", "viewer vera", "device old"]}
+    out = ["operator otto", "viewer vera", "device old"]
+    assert json.loads(place.calls()[0]["arguments"]) == {"shut_out": out, "revoked_tokens": 1}
+
+
+def test_what_is_done_with_the_pki_is_recorded(place: Place) -> None:
+    here = ["--pki", str(place.work / "pki"), "--store", str(place.work / "store")]
+    run("pki", "issue", "--role", "viewer", "--name", "ann", "--days", "2", *here)
+    run("pki", "renew-server", "--days", "3", *here)
+    run("pki", "rotate-ca", *here)
+    told = [(call["call"], json.loads(call["arguments"])) for call in place.calls()[:3]]
+    assert told == [
+        ("RotateCa", {}),
+        ("RenewServerCertificate", {"names": told[1][1]["names"], "days": 3.0}),
+        ("IssuePerson", {"role": "viewer", "name": "ann", "days": 2.0}),
+    ]
+    assert "localhost" in told[1][1]["names"]
+    assert all(call["result"] == "done" for call in place.calls()[:3])
 
 
 def add_certificate(place: Place, authority: Authority, device: str) -> None:

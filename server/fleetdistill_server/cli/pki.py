@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -99,6 +100,7 @@ def pki_issue(
             "certificate stays valid until it expires or is revoked with `fleetdistill pki revoke`"
         )
     Authority(pki).issue_person(role, name, _positive(days), folder)
+    _record(store, "IssuePerson", {"role": role, "name": name, "days": days})
     typer.echo(f"{folder}: send this directory to {name} over a secure channel, for use with --identity")
 
 
@@ -111,18 +113,22 @@ def pki_renew_server(
         typer.Option(help="Host names and addresses, separated by commas; default: those of the current certificate."),
     ] = "",
     days: Annotated[float, typer.Option(help="Validity of the certificate in days.")] = SERVER_DAYS,
+    store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Renews the server's certificate; a running server reloads it. Example: fleetdistill pki renew-server"""
     authority = Authority(pki)
-    authority.issue_server(_list_names(names) or authority.server_names(), _positive(days))
+    renewed = _list_names(names) or authority.server_names()
+    authority.issue_server(renewed, _positive(days))
+    _record(store, "RenewServerCertificate", {"names": renewed, "days": days})
     typer.echo(f"{pki}: renewed the server's certificate; new connections use it")
 
 
 @pki_app.command("rotate-ca")
 @report_errors
-def pki_rotate_ca(pki: PkiOption = DEFAULT_PKI) -> None:
+def pki_rotate_ca(pki: PkiOption = DEFAULT_PKI, store: StoreOption = DEFAULT_STORE) -> None:
     """Starts a CA rotation; the old CA is still accepted. Example: fleetdistill pki rotate-ca"""
     rotate_authority(pki)
+    _record(store, "RotateCa", {})
     typer.echo(
         f"{pki}: the new CA signs certificates; the old one is still accepted. Run `fleetdistill pki forget-old-ca` "
         "when every device, operator and viewer has a new certificate"
@@ -151,9 +157,8 @@ def pki_forget_old_ca(
     if not yes:
         typer.confirm("Stop accepting certificates of the old CA?", abort=True)
     forget_old_authority(pki)
-    if opened is not None:
-        opened.credentials.revoke_open_tokens(Authority(pki).created_at)
-        opened.operator_calls.add(local_call("ForgetOldCa", {"shut_out": out.names}), Outcome().words)
+    tokens = 0 if opened is None else opened.credentials.revoke_open_tokens(Authority(pki).created_at)
+    _record(store, "ForgetOldCa", {"shut_out": out.names, "revoked_tokens": tokens})
     typer.echo(f"{pki}: only certificates of the new CA are accepted")
 
 
@@ -201,6 +206,12 @@ def pki_revoke(
             "name is revoked anyway, permanently. Check the name",
             err=True,
         )
+
+
+def _record(store: Path, call: str, arguments: Mapping[str, Any]) -> None:
+    """Records what was done with the PKI beside the operators' calls, if there is a store yet."""
+    if has_store(store):
+        open_store(store).operator_calls.add(local_call(call, arguments), Outcome().words)
 
 
 def warn_without_server(directory: Path, run: str = "") -> None:

@@ -73,8 +73,11 @@ CALLS: dict[str, Access] = {
 """Every gRPC method. `Read` is limited like the long-lived ones: a caller that does not read occupies memory."""
 _LOCAL_CALLS = {
     "ForgetOldCa": "forget the old CA",
+    "IssuePerson": "issue an identity",
     "PruneRun": "prune a run",
+    "RenewServerCertificate": "renew the server's certificate",
     "RevokeTokens": "revoke enrolment tokens",
+    "RotateCa": "rotate the CA",
 }
 """Calls of commands on the server's machine only, in words."""
 _CALLERS = {

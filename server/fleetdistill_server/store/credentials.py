@@ -42,9 +42,9 @@ class Credentials:
         """Returns how many tokens created before a time a device can still use."""
         return int(self._db.value(f"SELECT count(*) FROM tokens WHERE {_OPEN}", before, time.time()))
 
-    def revoke_open_tokens(self, before: float) -> None:
-        """Revokes the tokens created before a time that a device can still use."""
-        self._db.write(f"UPDATE tokens SET revoked = 1 WHERE {_OPEN}", before, time.time())
+    def revoke_open_tokens(self, before: float) -> int:
+        """Revokes the tokens created before a time that a device can still use; returns their number."""
+        return self._db.write(f"UPDATE tokens SET revoked = 1 WHERE {_OPEN}", before, time.time())
 
     def has_device(self, device: str) -> bool:
         """Returns whether a device with this id has enrolled or has checked in to any run."""
