@@ -174,6 +174,18 @@ torch_device = "cpu"
 """
 
 
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_an_error_that_ends_the_server_is_a_line_of_its_log(tmp_path: Path, log_format: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN_TOML.format(store=tmp_path / "store").replace("127.0.0.1:0", "0.0.0.0:0"))
+    command = [*COMMAND, "serve", str(path), "--log-format", log_format]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    text = json.loads(line)["message"] if log_format == "json" else line.removeprefix("error: ")
+    assert text.startswith("[server] listen is '0.0.0.0:0', which is not a loopback address")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_front_engine_and_supervisor_log_alike(tmp_path: Path, log_format: str) -> None:
@@ -193,10 +205,11 @@ def test_front_engine_and_supervisor_log_alike(tmp_path: Path, log_format: str) 
                 wait_until(lambda: log.read_text().count("round closed") == 2, "two rounds", 120)
                 os.kill(children(process.pid, "fleetdistill_server.front")[0], signal.SIGKILL)
                 wait_until(lambda: "the front was killed by SIGKILL" in log.read_text(), "the supervisor to notice")
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGHUP)
             process.communicate(timeout=60)
         finally:
             process.kill()
+    assert process.returncode == 0
     lines = log.read_text().splitlines()
     if log_format == "json":
         told = [json.loads(line) for line in lines]
@@ -207,6 +220,10 @@ def test_front_engine_and_supervisor_log_alike(tmp_path: Path, log_format: str) 
             assert matched is not None, line
             told.append({"process": matched[2], "message": matched[3]})
     assert {"serve", "front", "engine"} == {item["process"] for item in told}
+    said = [item["message"] for item in told if item["process"] == "serve"]
+    assert said[0] == f"the store {tmp_path / 'store'} is new"
+    assert said[1].endswith(f"serves the store {tmp_path / 'store'}")
+    assert said[-2:] == ["stopping because of SIGHUP", "stopped"]
     of_device = [item for item in told if item["message"].startswith("checked in")]
     assert len(of_device) >= 2
     assert sum("is answered" in item["message"] for item in told) == 4

@@ -292,6 +292,26 @@ def test_a_store_beyond_its_budget_is_told(tmp_path: Path) -> None:
     assert said[0].endswith("or raise [server] disk_budget_bytes, which is 5.00 MB")
 
 
+@pytest.mark.parametrize("name", ["ca-key.pem", "server.pem"])
+def test_a_key_that_others_can_read_is_an_error(tmp_path: Path, name: str) -> None:
+    make_pki(tmp_path / "pki")
+    key = tmp_path / "pki" / name
+    key.chmod(0o644)
+    path = write(tmp_path, server_pki=str(tmp_path / "pki"), server_enrol_listen="127.0.0.1:0")
+    text = f"error: other users can read the key in {key}; run `chmod 600 {key}`"
+    assert check(path) == (1, [text])
+    done = CliRunner().invoke(app, ["serve", str(path)])
+    assert (done.exit_code, done.stderr.splitlines()) == (1, [text])
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_section_that_is_misspelt_is_told(tmp_path: Path) -> None:
+    (tmp_path / "server.toml").write_text("[limts]\ndevices = 3\n")
+    code, said = check(tmp_path / "server.toml")
+    assert code == 1
+    assert said[0].endswith("server.toml: [limts]: unknown section; did you mean 'limits'?")
+
+
 @pytest.mark.parametrize("wrong", ["another CA", "expired", "later"])
 def test_a_certificate_with_which_nobody_can_connect_is_told(
     tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fleetdistill.device.interrupts import StopRequest
-from fleetdistill.errors import ConfigurationError, NoSpaceError
+from fleetdistill.errors import ConfigurationError, FleetDistillError, NoSpaceError
 from fleetdistill.printable import printable
 from fleetdistill.state.durable import open_to_others
+from fleetdistill.version import VERSION
 from fleetdistill_server.cli.options import TrackOption, report_errors
 from fleetdistill_server.extras import load_part
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
@@ -64,11 +66,11 @@ def serve(
     """
     stopped = StopRequest()
     if not check:
-        for number in (signal.SIGINT, signal.SIGTERM):  # before the slow imports
-            signal.signal(number, lambda signum, frame: stopped.set())
+        _stop_on_signals(stopped)  # before the slow imports
     from fleetdistill_server.cli.serve_checks import (
         check_certificates,
         check_extras,
+        check_keys,
         check_new_run,
         check_security,
         check_store_is_there,
@@ -94,19 +96,48 @@ def serve(
         _print_check(loaded, config, insecure)
         return
     configure("serve", log_format, log_level)
-    check_extras(loaded.server)
-    check_store_is_there(loaded.server)
-    warning = check_security(loaded.server, insecure)
-    if warning:
-        logger.warning("%s", warning)
-    if text := open_to_others(where[0]):
-        logger.warning("%s", text)
-    if run is not None:
-        check_certificates(run)
-    if only != Part.FRONT and run is not None:
-        check_new_run(config, run, stopped)
-    with tracking:
-        _serve(config, loaded, stopped, until_finished, log_options, only or "")
+    with _logs_errors(log_format):
+        check_extras(loaded.server)
+        check_store_is_there(loaded.server)
+        check_keys(loaded.server)
+        warning = check_security(loaded.server, insecure)
+        if warning:
+            logger.warning("%s", warning)
+        if text := open_to_others(where[0]):
+            logger.warning("%s", text)
+        if run is not None:
+            check_certificates(run)
+        if only != Part.FRONT and run is not None:
+            check_new_run(config, run, stopped)
+        with tracking:
+            _serve(config, loaded, stopped, until_finished, log_options, only or "")
+
+
+def _stop_on_signals(stopped: StopRequest) -> None:
+    """Stops the server on Ctrl-C, SIGTERM, and SIGHUP unless it is ignored, as under nohup."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+
+    def stop(number: int, frame: object) -> None:
+        if not stopped.is_set():
+            logger.info("stopping because of %s", signal.Signals(number).name)
+        stopped.set()
+
+    for number in numbers:
+        signal.signal(number, stop)
+
+
+@contextlib.contextmanager
+def _logs_errors(log_format: LogFormat) -> Iterator[None]:
+    """Ends the command with an error of the block; in a log in JSON it is a line like all others."""
+    try:
+        yield
+    except FleetDistillError as error:
+        if log_format is not LogFormat.JSON:
+            raise
+        logger.error("%s", printable(str(error)))
+        raise typer.Exit(1) from error
 
 
 def _serve(
@@ -126,6 +157,7 @@ def _serve(
                 log_options=log_options,
                 only=only,
             )
+        logger.info("fleetdistill %s serves the store %s", VERSION, Path(config.server.store).absolute())
         if only == Part.ENGINE:
             typer.echo(f"the engine of {what} runs; press Ctrl-C to stop")
         with _metrics(config.server, supervisor, with_runs=only != Part.FRONT):
@@ -133,6 +165,7 @@ def _serve(
                 until_finished=until_finished,
                 on_over=lambda status: typer.echo(f"{what} is {status}; notifying its devices"),
             )
+    logger.info("stopped")
     typer.echo("stopped; the run has ended" if over else f"stopped; `fleetdistill serve {path}` continues {its}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.config.server_config import ServerConfig, ServerSection, load_server_config
 from fleetdistill_server.extras import require
 from fleetdistill_server.front.tls import check_files
+from fleetdistill_server.security.pki import CA_KEY, SERVER
 from fleetdistill_server.service.engine_process import engines_at_once
 from fleetdistill_server.service.processes import child_environment
 from fleetdistill_server.service.registration import is_prepared, register
@@ -79,6 +81,20 @@ def check_store_is_there(server: ServerSection) -> None:
             "Mount its disk, correct [server] store, or restore a backup; to begin with an empty store, delete "
             f"{tls.directory / SERVED_STORE}"
         )
+
+
+def readable_keys(pki: Path) -> list[str]:
+    """Returns a sentence about each key of a PKI that other users can read."""
+    paths = [path for name in (SERVER, CA_KEY) if (path := pki / name).is_file()]
+    exposed = [path for path in paths if stat.S_IMODE(path.stat().st_mode) & 0o077]
+    return [f"other users can read the key in {path}; run `chmod 600 {path}`" for path in exposed]
+
+
+def check_keys(server: ServerSection) -> None:
+    """Raises ConfigurationError if other users can read a key of the server's PKI."""
+    tls = server.tls()
+    if tls is not None and (exposed := readable_keys(tls.directory)):
+        raise ConfigurationError("; ".join(exposed))
 
 
 def check_certificates(config: RunConfig) -> None:
@@ -198,6 +214,7 @@ def _of_server(server: ServerSection, run: str, insecure: bool) -> tuple[Callabl
     checks = (
         lambda: check_extras(server),
         lambda: check_store_is_there(server),
+        lambda: check_keys(server),
         lambda: check_security(server, insecure),
         lambda: _raise_first(not_valid(server)),
         lambda: _raise_first(disk_problems(server, Path(server.store))),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
-import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,10 +22,17 @@ from fleetdistill.device.doctor import (
 from fleetdistill.errors import ConfigurationError, DamagedError, StoreError, in_words
 from fleetdistill.link.credentials import AUTHORITIES, split
 from fleetdistill.state.durable import open_to_others
-from fleetdistill_server.cli.serve_checks import check_extras, check_ports, check_security, in_use, not_in_use
+from fleetdistill_server.cli.serve_checks import (
+    check_extras,
+    check_ports,
+    check_security,
+    in_use,
+    not_in_use,
+    readable_keys,
+)
 from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.config.server_config import ServerSection, load_server_config
-from fleetdistill_server.security.pki import CA_KEY, SERVER
+from fleetdistill_server.security.pki import SERVER
 from fleetdistill_server.service.processes import hard_limit_of_files
 from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.checks import check_schema, is_current
@@ -168,12 +174,7 @@ def _tls(server: ServerSection, insecure: bool, now: float) -> Found:
     yield from certificate_findings("the server's certificate", *life(chain), now, renew, _SERVER_DAYS * DAY_SECONDS)
     rotate = f"run `fleetdistill pki rotate-ca --pki {tls.directory}`"
     yield from certificate_findings("the CA", *life(authorities), now, rotate, _CA_DAYS * DAY_SECONDS)
-    for name in (SERVER, CA_KEY):
-        if stat.S_IMODE((tls.directory / name).stat().st_mode) & 0o077:
-            yield (
-                ERROR,
-                f"other users can read the key in {tls.directory / name}; run `chmod 600 {tls.directory / name}`",
-            )
+    yield from ((ERROR, text) for text in readable_keys(tls.directory))
 
 
 def _disk(server: ServerSection) -> Found:

@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.names import did_you_mean
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.section import Section, read_toml, sentences
 
@@ -170,6 +171,8 @@ def load_service_config(path: Path) -> ServerConfig:
     """
     further = [name for name in read_toml(path) if name not in SETTINGS]
     if further:
+        if meant := did_you_mean(further[0], SETTINGS):
+            raise ConfigurationError(f"{path}: [{further[0]}]: unknown section{meant}")
         raise ConfigurationError(
             f"{path}: [{further[0]}] belongs to a run, but the file has no section [run]; add [run], or keep only "
             "[server] and [limits] to serve runs made with `fleetdistill runs create`"
