@@ -110,12 +110,34 @@ class Sized(Own):
         super().__init__(hidden)
 
 
+async def await_event(event: object) -> None:
+    """Nothing awaits it."""
+
+
+@pytest.mark.parametrize(
+    ("on_event", "sentence"),
+    [
+        (await_event, "on_event is a coroutine function, which Device does not await; use AsyncDevice"),
+        (lambda: None, "which does not take an event alone: too many positional arguments"),
+        (lambda event, app: None, "which does not take an event alone: missing a required argument: 'app'"),
+    ],
+)
+def test_a_callback_that_cannot_be_called_is_refused(tmp_path: Path, on_event: Any, sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        Device(server="127.0.0.1:1", model=tiny_model, data=tiny_data(), state_dir=tmp_path / "d", on_event=on_event)
+    assert not (tmp_path / "d").exists()
+    with Device(
+        server="127.0.0.1:1", model=tiny_model, data=tiny_data(), state_dir=tmp_path / "d", on_event=print
+    ) as device:
+        assert repr(device) == f"<Device {device.device_id!r}, version 0>"
+
+
 def test_a_models_class_without_arguments_is_called(fleet: Fleet, tmp_path: Path) -> None:
     inputs = tiny_data()[0]
     with make_device(fleet, tmp_path / "a", link=LyingLink(), model=Own) as device:
         assert device.predict(inputs).shape == (len(inputs), 3)
         assert isinstance(device.model, Own)
-    says = r"Sized.*missing.*'hidden'; it is called without arguments .* pass model=lambda: MyModel\(...\)"
+    says = r"Sized.*missing.*'hidden'; it is called without arguments, so pass model=lambda: MyModel\(...\)"
     with make_device(fleet, tmp_path / "b", model=Sized) as device, pytest.raises(ModelError, match=says):
         device.step(0)
 

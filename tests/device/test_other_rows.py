@@ -171,7 +171,13 @@ def test_lost_or_damaged_note_of_rows_costs_only_a_look(fleet: Fleet, tmp_path: 
 def test_rows_that_do_not_fit_are_refused_until_others_are_given(fleet: Fleet, tmp_path: Path) -> None:
     with make_device(fleet, tmp_path) as device:
         device.step(0)
-        device.replace_data((np.zeros((3, 5), np.float32), np.zeros(3, np.int64)))
+        wrong = (np.zeros((3, 5), np.float32), np.zeros(3, np.int64))
+        with pytest.raises(DataError, match=r"^data: the inputs have shape \[5\], but run"):
+            device.replace_data(wrong)
+        with pytest.raises(DataError, match=r"^data: label 99 at row 2 is outside"):
+            device.replace_data((tiny_data(3)[0], np.array([0, 1, 99])))
+        assert device.step(0) is Step.WAITED, "it goes on with the data that it has"
+        device.replace_data(lambda: wrong)
         for _ in range(2):
             with pytest.raises(DataError, match=r"data: the inputs have shape \[5\]"):
                 device.step(0)

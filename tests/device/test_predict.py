@@ -304,7 +304,6 @@ def test_network_that_torch_is_loaded_for_later_is_told(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("data", "advice"),
     [
-        (DATA, r"pass \[samples, 4\], like the training data"),
         ((DATA[0][:, :3], DATA[1]), "the training data have this shape, too: reshape both as the model takes them"),
         (lambda: DATA, r"pass \[samples, \*input_shape\], as the model's first layer takes it"),
     ],
@@ -313,6 +312,15 @@ def test_what_the_apps_own_model_takes_is_told(tmp_path: Path, data: Any, advice
     device, _ = device_at(LyingLink(ask()), tmp_path, data=data)
     with device, pytest.raises(ModelError, match=rf"cannot process a batch of shape \[5, 3\]: .*; {advice}"):
         device.predict(BATCH[:, :3])
+
+
+def test_shape_is_checked_before_a_delivery_as_afterwards(tmp_path: Path) -> None:
+    device, _ = device_at(LyingLink(ask()), tmp_path)
+    with device:
+        for _ in range(2):
+            with pytest.raises(DataError, match=r"^the inputs have shape \[5, 3\], expected \[samples, 4\]"):
+                device.predict(BATCH[:, :3])
+            device.run()
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

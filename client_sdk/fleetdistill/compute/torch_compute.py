@@ -153,7 +153,7 @@ class FrozenModel:
         model: Maps inputs `[batch, *input_shape]` to logits `[batch, classes]`.
         input_shape: Shape of one input, with None where any size is accepted, as with `Deployment(dynamic_size=True)`;
             None before the device knows its run.
-        first: First training inputs, for the error of a model that takes no such batch; None if they are unknown.
+        first: First training inputs, whose shape is expected before that of the run is known; None if they are unknown.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class FrozenModel:
 
     def __call__(self, inputs: Any) -> Any:
         """Returns logits `[batch, classes]` float32, of the type of the inputs: NumPy array or torch tensor."""
-        check_batch(inputs, self._input_shape)
+        check_batch(inputs, self._trained_on if self._input_shape is None else self._input_shape)
         batch = inputs if isinstance(inputs, torch.Tensor) else torch.from_numpy(_plain(inputs))
         with torch.no_grad():
             try:
@@ -174,20 +174,18 @@ class FrozenModel:
             except FAULTS as error:
                 shape = list(batch.shape)
                 reason = str(error).strip().split("\n")[0]
-                text = f"the model cannot process a batch of shape {shape}: {reason}{self._advice(shape[1:])}"
+                text = f"the model cannot process a batch of shape {shape}: {reason}{self._advice()}"
                 raise ModelError(text) from error
         made = logits.to(batch.device, torch.float32)
         return made if isinstance(inputs, torch.Tensor) else made.numpy()
 
-    def _advice(self, shape: list[int]) -> str:
+    def _advice(self) -> str:
         """Returns what to do about inputs that the app's own model does not take, before the run's shape is known."""
         if self._input_shape is not None:
             return ""
         if self._trained_on is None:
             return "; pass [samples, *input_shape], as the model's first layer takes it"
-        if self._trained_on == shape:
-            return "; the training data have this shape, too: reshape both as the model takes them, or change the model"
-        return f"; pass [samples, {', '.join(map(str, self._trained_on))}], like the training data"
+        return "; the training data have this shape, too: reshape both as the model takes them, or change the model"
 
     def _in_parts(self, inputs: Tensor) -> Tensor:
         if len(inputs) <= UNMEASURED_ROWS:
@@ -512,10 +510,10 @@ def _made_by(function: Callable[[], nn.Module]) -> nn.Module:
     except FleetDistillError:
         raise
     except (Exception, *CONTROL_FLOW) as error:
-        raise ModelError(
-            f"model: the function raised {type(error).__name__}: {error}; it is called without arguments and must "
-            "return a torch.nn.Module, so pass model=lambda: MyModel(...) to give it some"
-        ) from error
+        advice = ""
+        if isinstance(error, TypeError):
+            advice = "; it is called without arguments, so pass model=lambda: MyModel(...) to give it some"
+        raise ModelError(f"model: the function raised {type(error).__name__}: {error}{advice}") from error
 
 
 def _method_of(contract: contract_pb2.Contract, config: Any, local: Local) -> DeviceMethod:

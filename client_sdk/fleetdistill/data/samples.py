@@ -239,14 +239,15 @@ class Samples:
         Raises:
             DataError: The inputs have another shape, or a label is outside `[0, classes)`.
         """
-        if not len(self):
-            return
-        if self.input_shape != input_shape:
-            raise DataError(
-                f"the inputs have shape {list(self.input_shape)}, but run {run!r} expects {list(input_shape)}"
-                f"{shape_advice(self.input_shape, input_shape)}"
-            )
-        check_labels(self.labels, classes)
+        if len(self):
+            _check_shape(run, self.input_shape, input_shape)
+            check_labels(self.labels, classes)
+
+
+def _check_shape(run: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
+        advice = shape_advice(shape, expected)
+        raise DataError(f"the inputs have shape {list(shape)}, but run {run!r} expects {list(expected)}{advice}")
 
 
 def shape_advice(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
@@ -321,6 +322,21 @@ def check_data(data: Any, name: str) -> None:
             _scan(rows, None, None)
         else:
             _check_first(rows)
+
+
+def check_fits_run(data: Any, run: str, input_shape: tuple[int, ...], classes: int) -> None:
+    """Checks data against a run as far as that is quick: the first inputs, and labels in memory.
+
+    Raises:
+        DataError: As `Samples.check_run`, with the argument's name.
+    """
+    with named("data"):
+        first = first_inputs(data)
+        if first is None or not len(first):
+            return
+        _check_shape(run, first.shape[1:], input_shape)
+        if (pair := open_rows(unwrap(data)[0]).in_memory) is not None:
+            check_labels(pair[1], classes)
 
 
 def first_inputs(data: Any) -> Array | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -32,6 +33,24 @@ _GROUPS = {
     "runtime": Runtime,
 }
 _EITHER = "Device requires either model= and data=, or worker= without both"
+
+
+def check_on_event(on_event: object, *, may_await: bool = False) -> None:
+    """Raises ConfigurationError unless `on_event` can be called with an event, and is no coroutine function."""
+    check_function("on_event", on_event, "that takes an event")
+    assert callable(on_event)
+    if inspect.iscoroutinefunction(on_event) and not may_await:
+        raise ConfigurationError(
+            "on_event is a coroutine function, which Device does not await; use AsyncDevice, or pass another function"
+        )
+    try:
+        inspect.signature(on_event).bind(None)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"on_event is {shown(on_event)}, which does not take an event alone: {error}"
+        ) from error
+    except ValueError:  # a function in C without a signature
+        return
 
 
 def check_backend(model: TorchModel | None, data: Splits | None, worker: object) -> None:

@@ -11,8 +11,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from fleetdistill.checked import check_function
 from fleetdistill.control_flow import control_flow_as_errors
+from fleetdistill.device.arguments import check_on_event
 from fleetdistill.device.device import Device
 from fleetdistill.device.events import Event
 from fleetdistill.device.preview import Preview
@@ -48,7 +48,7 @@ class AsyncDevice:
 
     def __init__(self, *, on_event: OnEvent | None = None, **arguments: Any) -> None:
         if on_event is not None:
-            check_function("on_event", on_event, "that takes an event")
+            check_on_event(on_event, may_await=True)
         self._on_event = on_event
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing: asyncio.Future[None] | None = None

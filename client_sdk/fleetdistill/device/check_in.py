@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill.data.samples import digest_of_arrays, named
+from fleetdistill.data.samples import check_fits_run, digest_of_arrays, named
 from fleetdistill.device.backend import Backend
 from fleetdistill.device.contact import link_error
 from fleetdistill.device.identity import data_key, save_identity
@@ -206,6 +206,13 @@ class CheckIn:
             save_profile(self._storage, profile)
 
     # --- data
+
+    def check_data(self, data: Any) -> None:
+        """Raises DataError if new training data are not of the run, as far as that is known and quick to see."""
+        contract = self._terms.contract if self._terms is not None else self._saved_contract()
+        if contract is not None and data is not None:
+            run = self._parts.identity.run
+            check_fits_run(data, run, tuple(contract.input_shape), len(contract.classes))
 
     def replace_data(self, data: Any) -> None:
         """Stores new training data, or None to read the present ones again, for the next turn.

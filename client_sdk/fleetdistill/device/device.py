@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from fleetdistill.checked import check_function, check_name, check_number
+from fleetdistill.checked import check_name, check_number
 from fleetdistill.clock import Clock, SystemClock
 from fleetdistill.control_flow import control_flow_as_errors
 from fleetdistill.data.samples import check_splits
@@ -30,6 +30,7 @@ from fleetdistill.device.arguments import (
     check_connection,
     check_export,
     check_groups,
+    check_on_event,
     check_state_dir,
 )
 from fleetdistill.device.ask_handler import AskHandler
@@ -142,7 +143,7 @@ class Device:
         check_groups(eligibility=eligibility, budgets=budgets, secure=secure, deployment=deployment, runtime=runtime)
         check_backend(model, splits, worker)
         if on_event is not None:
-            check_function("on_event", on_event, "that takes an event")
+            check_on_event(on_event)
         deployment = deployment or Deployment()
         deployment.check_used(has_worker=worker is not None)
         check_export(deployment, worker)
@@ -235,6 +236,10 @@ class Device:
         )
         turns = Turns(parts, contact, self._check_in, sender, self._deployer, self._handler, stopped)
         self._loop = Loop(parts, contact, turns, self._backend, stopped)
+
+    def __repr__(self) -> str:
+        run = self._parts.identity.run
+        return f"<Device {self.device_id!r}{f' of run {run!r}' if run else ''}, version {self.version}>"
 
     @property
     def device_id(self) -> str:
@@ -530,8 +535,8 @@ class Device:
         That turn begins at once: this ends a wait for work, and the pause after a turn. Work in progress ends with the
         previous data. An answer without a receipt is settled first, because it was made from the previous data. The
         device keeps its model state, and `model` and `models` stay the same objects. May be called from `on_event`.
-        Data that the constructor would refuse are refused at once; what only reading them shows raises DataError in
-        the next turn.
+        Data that the constructor would refuse are refused at once, and after a check-in those with another shape or
+        label than the run's, too; what only reading them shows raises DataError in the next turn.
 
         Args:
             data: New training data, as in `Device(data=...)`. Without it the device reads the data that it has again; a
@@ -547,6 +552,7 @@ class Device:
         check_splits(Splits(data))
         with self._parts.lock.held():
             self._loop.check_open("replace_data")
+            self._check_in.check_data(data)
             self._check_in.replace_data(data)
         self._loop.wake()
 

@@ -72,6 +72,9 @@ class Event:
     rounds: int = 0
     progress: float | None = None
 
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
 
 class DeviceLock:
     """Lock of a device's compute backend and identity, and the app's event callback, which runs without it. Reentrant.
@@ -89,6 +92,7 @@ class DeviceLock:
         self._holder: int | None = None
         self._depth = 0
         self._queued: list[Event] = []
+        self._failures: set[str] = set()
         self.on_event = on_event
 
     @contextmanager
@@ -121,7 +125,8 @@ class DeviceLock:
             return
         except (Exception, *CONTROL_FLOW) as error:
             kind, what = type(error).__name__, printable(str(error))
-            first = event.kind != _CALLBACK_FAILED  # else the log has the traceback of the failure that it reports
+            first = kind not in self._failures  # a callback that fails at each event has one traceback in the log
+            self._failures.add(kind)
             text = "on_event failed for the event %r with %s: %s; the device goes on"
             logger.error(text, event.kind, kind, what, exc_info=first)
         if event.kind != _CALLBACK_FAILED:
