@@ -11,7 +11,9 @@ from prometheus_client.metrics_core import Metric
 from fleetdistill import knowledge
 from fleetdistill_console.metrics.runs import MAX_RUNS, STATES, RunsCollector
 from fleetdistill_server.figures import SumFigures
+from fleetdistill_server.intake.operator_log import local_call
 from fleetdistill_server.service import run_changes, serve_lock
+from fleetdistill_server.store.operator_calls import BEGUN, Outcome
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
@@ -33,6 +35,24 @@ def test_only_the_newest_runs_have_figures_of_their_own(tmp_path: Path) -> None:
     collector = RunsCollector(tmp_path)
     present = values(collector, "fleetdistill_devices_present")
     assert set(present) == {"run-0", *(f"run-{number}" for number in range(6, MAX_RUNS + 5))}, "the oldest still runs"
+    collector.close()
+    store.close()
+
+
+def test_the_newest_complete_backup_has_its_time(tmp_path: Path) -> None:
+    store, clock = Store.open(tmp_path), [0.0]
+    store.database.now = lambda: clock[0]
+    collector = RunsCollector(tmp_path, clock=lambda: clock[0])
+    assert values(collector, "fleetdistill_last_backup_timestamp_seconds") == {}
+    for at, call, result in (
+        (100.0, "BackUp", Outcome(text="{}").words),
+        (200.0, "BackUp", "failed: the disk is full"),
+        (300.0, "BackUp", BEGUN),
+        (400.0, "DeleteRun", Outcome().words),
+    ):
+        clock[0] = at
+        store.operator_calls.add(local_call(call, {}), result)
+    assert values(collector, "fleetdistill_last_backup_timestamp_seconds") == {"": 100.0}
     collector.close()
     store.close()
 

@@ -151,6 +151,7 @@ DISK_USED = _gauge("disk_used_bytes", "Size of the store's directory, measured a
 DISK_FREE = _gauge("disk_free_bytes", "Free space on the store's disk.")
 DISK_KEEP_FREE = _gauge("disk_keep_free_bytes", "[server] keep_free_bytes, below which uploads are refused.")
 DISK_BUDGET = _gauge("disk_budget_bytes", "[server] disk_budget_bytes; 0 for no limit.")
+BACKUP = _gauge("last_backup_timestamp_seconds", "When the newest backup was made; absent if none was.")
 CERTIFICATE = _gauge(
     "certificate_expiry_timestamp_seconds",
     "End of the validity of the server's certificate or of the CA that signed it.",

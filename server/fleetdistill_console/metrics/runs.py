@@ -78,16 +78,23 @@ class RunsCollector:
         samples = Samples()
         try:
             result, counts, states = self._figures()
+            backup = self._last_backup()
         except FleetDistillError as error:
             self._away.fail(error)
             return Samples().add(catalogue.STORE_UP, 0).metrics()
         self._away.work()
         samples.add(catalogue.STORE_UP, 1)
+        if backup is not None:
+            samples.add(catalogue.BACKUP, backup)
         for state in sorted({*STATES, *counts}):
             samples.add(catalogue.RUNS, counts.get(state, 0), state)
         for item in result:
             _add(samples, item, states.get(item.name, item.status))
         return samples.metrics()
+
+    def _last_backup(self) -> float | None:
+        assert self._store is not None
+        return self._store.operator_calls.last_backup()
 
     def _figures(self) -> tuple[list[RunFigures], dict[str, int], dict[str, str]]:
         """Returns the figures of the newest runs, the number of runs by state, and the states of some."""

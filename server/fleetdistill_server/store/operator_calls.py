@@ -141,6 +141,11 @@ class OperatorCalls:
         )
         return list(map(OperatorCall.from_row, rows))
 
+    def last_backup(self) -> float | None:
+        """Returns when the newest complete backup was made, in seconds since 1970; None if none was."""
+        at = self._db.value("SELECT max(at) FROM operator_calls WHERE call = 'BackUp' AND result LIKE 'done%'")
+        return None if at is None else float(at)
+
     def newest(self, *, before: int | None, call: str, text: str, most: int) -> list[OperatorCall]:
         """Returns calls, newest first.
 
