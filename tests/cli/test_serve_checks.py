@@ -121,7 +121,7 @@ def test_a_missing_store_of_a_used_pki_is_not_replaced(tmp_path: Path, options: 
 @pytest.mark.postgres
 @pytest.mark.s3
 @pytest.mark.long
-def test_a_database_and_a_bucket_are_checked_before_the_first_start(
+def test_database_and_bucket_are_checked_before_the_first_start(
     tmp_path: Path, database_url: str, blobs_url: str
 ) -> None:
     path = write_run(tmp_path, "127.0.0.1:0")
