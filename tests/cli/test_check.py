@@ -109,11 +109,11 @@ def test_a_file_that_is_right_is_told_in_a_few_lines(tmp_path: Path) -> None:
 )
 def test_a_run_that_trains_without_a_pause_is_warned_of(method: str, rounds: int, seconds: float, warned: bool) -> None:
     sections = {
-        "run": {"name": "field", "method": method, "rounds": rounds, "round_seconds": seconds},
+        "run": {"name": "field", "method": method, "rounds": rounds, "min_round_seconds": seconds},
         "contract": {"classes": 10, "input_shape": [1, 8, 8]},
     }
     text = pace_warning(run_config(sections))
-    assert ("set [run] round_seconds" in text) == bool(text) == warned
+    assert ("set [run] min_round_seconds" in text) == bool(text) == warned
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fleetdistill_server.cli.app import app
+from fleetdistill_server.config.run_config import load_run_config
 from fleetdistill_server.intake.operator_log import local_user
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.states import RunStatus
@@ -108,6 +109,16 @@ def test_a_file_that_cannot_become_a_run_is_named(folder: Path, content: str, sa
     (folder / "wrong.toml").write_text(content)
     done = CliRunner().invoke(app, ["runs", "create", "wrong.toml"])
     assert (done.exit_code, done.stderr.startswith(f"error: {says}")) == (1, True), done.output
+
+
+def test_a_runs_settings_are_printed_as_its_run_toml(folder: Path) -> None:
+    runs("create", "run.toml")
+    (folder / "printed.toml").write_text(runs("settings", "digits").stdout)
+    assert load_run_config(folder / "printed.toml") == load_run_config(folder / "run.toml")
+    assert runs("create", "printed.toml").stdout == "run 'digits' is created\n"
+    done = CliRunner().invoke(app, ["runs", "settings", "words"])
+    assert done.exit_code == 1
+    assert "there is no run 'words'" in done.output
 
 
 def test_clone_of_existing_run_with_other_settings_is_refused(folder: Path) -> None:

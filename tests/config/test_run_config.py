@@ -116,7 +116,7 @@ UNKNOWN = {
     "in run": (
         with_setting("run", "round", 3),
         "[run] round: unknown setting; did you mean 'rounds'? Known are name, method, rounds, seed, min_devices, "
-        "devices_per_round, over_selection, quorum, deadline_seconds, round_seconds, buffer_answers, "
+        "devices_per_round, over_selection, quorum, deadline_seconds, min_round_seconds, buffer_answers, "
         "buffer_seconds, staleness_limit, staleness_exponent, threads, "
         "start_from, import",
     ),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import tomli_w
 import typer
 from rich.console import Console
 
@@ -228,6 +229,29 @@ def runs_show(
     if not as_json:
         _shorten(view)
     show(view, as_json)
+
+
+@runs_app.command("settings")
+@report_errors
+def runs_settings(
+    run: RunArgument,
+    store: StoreOption = DEFAULT_STORE,
+    server: ServerOption = None,
+    identity: IdentityOption = None,
+) -> None:
+    """Prints a run's settings as a run.toml. Example: fleetdistill runs settings digits > digits.toml"""
+    with open_source(store, server, identity) as source:
+        view = source.settings(run)
+    typer.echo(tomli_w.dumps(_without_none(view.facts["settings"])), nl=False)
+
+
+def _without_none(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings without those that have no value, which TOML cannot express."""
+    return {
+        name: _without_none(value) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if value is not None
+    }
 
 
 def _shorten(view: View) -> None:

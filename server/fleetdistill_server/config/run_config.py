@@ -38,7 +38,7 @@ OPERATORS = (
     "over_selection",
     "quorum",
     "deadline_seconds",
-    "round_seconds",
+    "min_round_seconds",
     "buffer_answers",
     "buffer_seconds",
     "staleness_limit",
@@ -61,7 +61,7 @@ class RunSection(Section):
     over_selection: Annotated[float, Field(ge=1, le=10)] = 1.0
     quorum: Annotated[float, Field(gt=0, le=1)] = 2 / 3
     deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
-    round_seconds: Annotated[float, Field(ge=0, le=31_536_000)] = 0.0
+    min_round_seconds: Annotated[float, Field(ge=0, le=31_536_000)] = 0.0
     buffer_answers: Annotated[int, Field(ge=0, lt=2**32)] = 0
     buffer_seconds: Annotated[float, Field(ge=0)] = 0.0
     staleness_limit: Annotated[int, Field(ge=1, le=1000)] = 10

@@ -54,11 +54,11 @@ def pace_warning(config: RunConfig) -> str:
     """Returns a sentence about a run in which devices work without a pause; empty for all other runs."""
     run = config.run
     waits_for_changes = server_class(run.method).is_due is not ServerMethod.is_due
-    if run.rounds or run.round_seconds or waits_for_changes:
+    if run.rounds or run.min_round_seconds or waits_for_changes:
         return ""
     return (
         f"run {run.name!r} has no end, and {run.method} trains in every round, so its devices work without a pause; "
-        "set [run] round_seconds to the time between two rounds, such as 3600"
+        "set [run] min_round_seconds to the time between two rounds, such as 3600"
     )
 
 

@@ -287,7 +287,7 @@ class Engine:
         waits, check_at = "", 0.0
         now, start_at = self._store.asks.clock.now, self._next_start()
         if start_at > now():
-            text = f"the next round starts in {start_at - now():.0f} seconds, because of round_seconds"
+            text = f"the next round starts in {start_at - now():.0f} seconds, because of min_round_seconds"
             logger.info("%s", text, extra=about(run=self._name))
         while True:
             self.forget()
@@ -313,8 +313,8 @@ class Engine:
         return due
 
     def _next_start(self) -> float:
-        """Returns the time before which `round_seconds` allows no round, in seconds since 1970; 0 without one."""
-        seconds, number = self._config.run.round_seconds, self._store.summaries.last_round(self._name)
+        """Returns the time before which `min_round_seconds` allows no round, in seconds since 1970; 0 without one."""
+        seconds, number = self._config.run.min_round_seconds, self._store.summaries.last_round(self._name)
         if not seconds or not number:
             return 0.0
         started, _ = self._store.summaries.times_of_rounds(self._name, number - 1)[number]

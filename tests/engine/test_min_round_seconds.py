@@ -1,4 +1,4 @@
-"""`[run] round_seconds`: the least time between the starts of two rounds."""
+"""`[run] min_round_seconds`: the least time between the starts of two rounds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def starts(store: Store) -> list[float]:
 def fleet(work: Path, rounds: int) -> Iterator[tuple[Callable[[int], Engine], Store, MovedClock]]:
     """Makes engines that give up after so many waits, each over the same store and devices."""
     config, specs, _ = prepare(replace(RUNS["fedavg"], devices=2, rounds=rounds), work / "work")
-    config = config.model_copy(update={"run": config.run.model_copy(update={"round_seconds": 3600.0})})
+    config = config.model_copy(update={"run": config.run.model_copy(update={"min_round_seconds": 3600.0})})
     store, clock = Store.in_memory(), MovedClock()
     store.asks.clock = clock.clock()
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ def test_rounds_start_at_least_so_long_after_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("set_by", [3000.0, -500_000.0], ids=["later", "set back"])
 def test_an_engine_that_starts_again_waits_for_the_rest(set_by: float, tmp_path: Path) -> None:
-    """And for `round_seconds` if somebody has set the system's clock back meanwhile."""
+    """And for `min_round_seconds` if somebody has set the system's clock back meanwhile."""
     with fleet(tmp_path, rounds=2) as (engine, store, clock):
         with pytest.raises(TimeoutError):
             asyncio.run(engine(300).run())
