@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -26,7 +27,9 @@ from fleetdistill.errors import ConfigurationError, DeviceClosedError, LinkError
 from fleetdistill.state.own_files import check_can_be_state, own_files
 from fleetdistill.testing import EventLog, FaultyLink, lost
 from fleetdistill_server.cli.app import app
+from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
+from fleetdistill_server.store.store import Store
 
 
 @pytest.fixture
@@ -201,6 +204,32 @@ def test_a_device_that_the_server_does_not_know_is_erased(fleet: Fleet, tmp_path
     device = make_device(fleet, tmp_path, device_id="new")
     assert device.forget() is True
     assert contents(tmp_path) == {"lock": b""}
+
+
+@pytest.mark.parametrize("lacks", ["the run", "the device"])
+def test_a_server_that_does_not_know_an_accepted_device_erases_nothing(used: Path, lacks: str) -> None:
+    """It is not the one that has its data."""
+    api = Fleet().api if lacks == "the device" else DeviceApi(Store.in_memory())
+    before = contents(used)
+    device = make_device(Fleet(), used, link=MemoryLink(api), device_id=None)
+    with pytest.raises(RefusedError, match=r"does not know the device: .*Nothing was erased\. .*forget\(local=True\)"):
+        device.forget()
+    device.close(leave=False)
+    assert contents(used) == before
+
+
+def test_the_address_kept_is_that_of_the_server_that_accepted(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apis = {"127.0.0.1:1": fleet.api, "127.0.0.1:2": DeviceApi(Store.in_memory()), "127.0.0.1:3": fleet.api}
+    monkeypatch.setattr("fleetdistill.device.device.open_link", lambda server, *_: MemoryLink(apis[server]))
+    kept = []
+    for server in apis:
+        with make_device(fleet, tmp_path, link=server) as device:
+            with contextlib.suppress(RefusedError):
+                device.step(0)
+            kept.append(json.loads((tmp_path / "device.json").read_text())["server"])
+    assert kept == ["127.0.0.1:1", "127.0.0.1:1", "127.0.0.1:3"]
 
 
 def test_a_device_that_never_called_a_server_needs_none(fleet: Fleet, tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ def test_a_fork_of_the_app_does_not_work_on_its_device(tmp_path: Path) -> None:
     device, _ = device_at(LyingLink(), tmp_path)
 
     def call(reports: Any) -> None:
-        for method in (device.step, device.tick, device.run, device.start):
+        for method in (device.step, device.tick, device.run, device.start, partial(device.predict, DATA[0])):
             try:
                 reports.put(repr(method()))
             except StateError as error:
@@ -244,10 +244,11 @@ def test_a_fork_of_the_app_does_not_work_on_its_device(tmp_path: Path) -> None:
 
     forking = multiprocessing.get_context("fork")
     with device:
+        device.predict(DATA[0])  # after which PyTorch has threads, for which a fork would wait
         reports = forking.Queue()
         child = forking.Process(target=call, args=(reports,))
         child.start()
-        for name in ("step", "tick", "run", "start"):
+        for name in ("step", "tick", "run", "start", "predict"):
             expected = (
                 f"Device.{name} was called in process {child.pid}, a fork of process {os.getpid()}, which has opened"
             )

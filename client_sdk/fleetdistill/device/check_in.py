@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fleetdistill.data.samples import check_fits_run, digest_of_arrays, named
 from fleetdistill.device.backend import Backend
 from fleetdistill.device.contact import link_error
-from fleetdistill.device.identity import data_key, save_identity
+from fleetdistill.device.identity import data_key, save_identity, save_server
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.device.private import check_is_private, hides_rows, remove_rows
 from fleetdistill.device.secure import SecureTerms, check_secure
@@ -179,6 +179,8 @@ class CheckIn:
 
     def _save(self, profile: contract_pb2.DeviceProfile, contract: contract_pb2.Contract) -> None:
         save_identity(self._storage, self._parts.identity)
+        if self._parts.server_address:
+            save_server(self._storage, self._parts.server_address)
         save_profile(self._storage, profile)
         # A simulated device does not predict without its server.
         if self._storage.has_directory and self._saved_contract() != contract:

@@ -176,6 +176,7 @@ def _request(options: argparse.Namespace) -> bool:
     from fleetdistill.device.identity import load_identity
     from fleetdistill.link.credentials import is_enrolled
     from fleetdistill.state.directory import Storage
+    from fleetdistill.state.saved_profile import PROFILE
 
     with contextlib.ExitStack() as stack:
         storage = Storage(options.state_dir)
@@ -190,7 +191,7 @@ def _request(options: argparse.Namespace) -> bool:
         link = open_link(server, None, options.state_dir, identity.device)
         stack.callback(link.close)
         try:
-            return request_forgetting(link, identity)
+            return request_forgetting(link, identity, accepted=storage.load(PROFILE) is not None)
         except LinkError as error:
             raise LinkError(
                 f"{error}; nothing was erased. Try again later, pass --server HOST:PORT if it has another "

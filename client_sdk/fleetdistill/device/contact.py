@@ -101,8 +101,13 @@ def link_error(refusal: RefusedError) -> LinkError:
     return LinkError(str(refusal), after_seconds(refusal.details), refusal.code)
 
 
-def request_forgetting(link: Link, identity: service_pb2.Identity) -> bool:
+def request_forgetting(link: Link, identity: service_pb2.Identity, *, accepted: bool) -> bool:
     """Asks the server to delete what a device has sent.
+
+    Args:
+        link: Link to the server.
+        identity: The device's identity.
+        accepted: Whether a server has accepted the device, and so has data of it.
 
     Returns:
         True if the server has durably recorded the request, or has no data of the device; False if it does not know
@@ -110,13 +115,21 @@ def request_forgetting(link: Link, identity: service_pb2.Identity) -> bool:
 
     Raises:
         LinkError: The server is unavailable, or temporarily refuses requests.
-        RefusedError: The server refuses the caller.
+        RefusedError: The server refuses the caller, or does not know a device that a server has accepted.
     """
     try:
         return link.leave(identity, forget=True)
     except RefusedError as refusal:
         if refusal.code == Code.UNKNOWN_RUN or "check_in" in refusal.details:
-            return True
+            if not accepted:
+                return True
+            raise RefusedError(
+                refusal.code,
+                f"this server cannot delete what the device has sent, because it does not know the device: {refusal}. "
+                "Nothing was erased. Ask the server that has accepted the device; if that has deleted the run, only "
+                "erase: forget(local=True), or `fleetdistill device forget --local`",
+                refusal.details,
+            ) from refusal
         if is_final(refusal.code):
             raise
         raise link_error(refusal) from refusal

@@ -59,6 +59,7 @@ from fleetdistill.models.torch_model import TorchModel
 from fleetdistill.spans import NO_SPANS, ProviderSpans, Spans
 from fleetdistill.state.directory import Storage, erase_directory
 from fleetdistill.state.sample_ids import SampleIds
+from fleetdistill.state.saved_profile import PROFILE
 from fleetdistill.state.sent_ledger import LEDGER, Ledger, read_ledger
 from fleetdistill.wire.kind import DEFAULT_COLUMNS
 
@@ -173,12 +174,14 @@ class Device:
         permission: Permission,
         spans: Spans,
     ) -> DeviceParts:
-        run, link = server.run, server.address
+        run, link, server_address = server.run, server.address, ""
         identity = load_identity(self._storage, "" if isinstance(run, Abilities) else run, device_id)
         if isinstance(run, Abilities) and not identity.run:
             identity.abilities.CopyFrom(run.message())
         if isinstance(link, str):
-            save_server(self._storage, link)
+            server_address = link
+            if not self._storage.load_identity().get("server"):
+                save_server(self._storage, link)  # a later one replaces it once it has accepted the device
             link = open_link(link, server.enrolment, self._storage.directory, identity.device, spans)
         same_process = link if isinstance(link, HandsOver) and not self._storage.has_directory else None
         add_bytes = partial(permission.usage.add, "bytes")
@@ -186,6 +189,7 @@ class Device:
             storage=self._storage,
             link=link if same_process else MeteredLink(link, add_bytes, permission.note_size),
             identity=identity,
+            server_address=server_address,
             events=Events(self._lock, identity.device),
             lock=self._lock,
             clock=clock,
@@ -473,9 +477,11 @@ class Device:
             ModelError: A device with a `worker` has no model before its first ask, or with `light_worker` before
                 the first delivery; a custom worker does not support `predict`; or the model does not accept the batch.
                 With a `state_dir` of another network of the app, and without `model.onnx`, there is none either.
-            StateError: The model in `state_dir` is damaged, and there is no `model.onnx` of its version.
+            StateError: The model in `state_dir` is damaged, and there is no `model.onnx` of its version; or the process
+                is a fork of the one that opened the device, where PyTorch would wait for threads that it does not have.
             DeviceClosedError: The device was closed before the first call.
         """
+        self._loop.check_process("predict")
         with control_flow_as_errors("predict"):
             return self._predictions.predict(inputs)
 
@@ -622,7 +628,8 @@ class Device:
         Raises:
             LinkError: The server is unavailable; nothing is erased. Call it again later, or with `local`. A device that
                 has never called a server needs none.
-            RefusedError: The server refuses this device; nothing is erased.
+            RefusedError: The server refuses this device, or does not know it although a server has accepted it: it is
+                another one, or has deleted the run. Nothing is erased.
             DeviceBusyError: Another call works on the device: call `stop` and wait for it first.
             DeviceClosedError: The device was closed.
             StateError: A file cannot be deleted. Opening the directory tries again.
@@ -630,7 +637,7 @@ class Device:
         with self._loop.working("forget"):
             sent = self.ledger.totals.messages  # a device that has sent nothing needs no server
             try:
-                recorded = not sent or (not local and request_forgetting(self._parts.link, self._parts.identity))
+                recorded = not sent or (not local and self._request_forgetting())
             except LinkError as error:
                 text = f"{error}; nothing was erased: try again later, or only erase with forget(local=True)"
                 raise LinkError(text, error.after_seconds) from error
@@ -639,6 +646,10 @@ class Device:
         self._backend.forget()
         erase_directory(self._parts.storage.directory)
         return recorded
+
+    def _request_forgetting(self) -> bool:
+        accepted = self._parts.storage.load(PROFILE) is not None
+        return request_forgetting(self._parts.link, self._parts.identity, accepted=accepted)
 
 
 def _downloads(storage: Storage, server: str | Link, max_bytes: int) -> Downloads:

@@ -66,7 +66,7 @@ def save_identity(storage: Storage, identity: service_pb2.Identity) -> None:
 
 
 def save_server(storage: Storage, server: str) -> None:
-    """Saves the address with which the app opened the device, for `fleetdistill device forget`."""
+    """Saves the address of the server that has accepted the device, for `fleetdistill device forget`."""
     if storage.load_identity().get("server") != server:
         storage.save_identity({"server": server})
 

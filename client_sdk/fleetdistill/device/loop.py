@@ -279,6 +279,10 @@ class Loop:
         """Raises DeviceClosedError, for the method `call`, if the device was closed."""
         self._lock.check_open(call)
 
+    def check_process(self, call: str) -> None:
+        """Raises StateError, for the method `call`, in a fork of the process that opened the device."""
+        self._lock.check_process(call)
+
     @contextlib.contextmanager
     def working(self, call: str) -> Iterator[None]:
         """Reserves the device for the method `call` within the block; then closes it, if a callback has asked for it.
@@ -496,11 +500,7 @@ class WorkLock:
             DeviceClosedError: The device was closed.
             StateError: This process is a fork of the one that opened the device: the lock of the directory is of both.
         """
-        if os.getpid() != self._process:
-            raise StateError(
-                f"Device.{call} was called in process {os.getpid()}, a fork of process {self._process}, which has "
-                f"opened {self._state_dir}; call it there, or create the Device after the fork"
-            )
+        self.check_process(call)
         with self._changed:
             self.check_open(call)
             if self._holder is not None:
@@ -535,6 +535,14 @@ class WorkLock:
         """Raises DeviceClosedError if the device was closed."""
         if self._closed:
             raise DeviceClosedError(call, self._state_dir)
+
+    def check_process(self, call: str) -> None:
+        """Raises StateError in a fork of the process that opened the device."""
+        if os.getpid() != self._process:
+            raise StateError(
+                f"Device.{call} was called in process {os.getpid()}, a fork of process {self._process}, which has "
+                f"opened {self._state_dir}; call it there, create the Device after the fork, or predict with Predictor"
+            )
 
     def close(self) -> bool:
         """Waits until no thread works on the device and closes it; returns False if it was closed before."""

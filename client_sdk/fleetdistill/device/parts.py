@@ -22,6 +22,7 @@ class DeviceParts:
         storage: State directory.
         link: Connection to the server.
         identity: Run, device id and secret; the first check-in adds the name of the run.
+        server_address: `"host:port"` of the server; empty if the app passes a link.
         events: Emits events to the app.
         lock: Held while the compute backend or the identity is used.
         clock: Clock for waits and time limits.
@@ -34,6 +35,7 @@ class DeviceParts:
     storage: Storage
     link: Link
     identity: service_pb2.Identity
+    server_address: str
     events: Events
     lock: DeviceLock
     clock: Clock
