@@ -207,7 +207,7 @@ def test_a_device_that_the_server_does_not_know_is_erased(fleet: Fleet, tmp_path
 
 
 @pytest.mark.parametrize("lacks", ["the run", "the device"])
-def test_a_server_that_does_not_know_an_accepted_device_erases_nothing(used: Path, lacks: str) -> None:
+def test_a_server_without_the_device_erases_nothing(used: Path, lacks: str) -> None:
     """It is not the one that has its data."""
     api = Fleet().api if lacks == "the device" else DeviceApi(Store.in_memory())
     before = contents(used)
