@@ -206,6 +206,8 @@ def test_front_engine_and_supervisor_log_alike(tmp_path: Path, log_format: str) 
                 os.kill(children(process.pid, "fleetdistill_server.front")[0], signal.SIGKILL)
                 wait_until(lambda: "the front was killed by SIGKILL" in log.read_text(), "the supervisor to notice")
             process.send_signal(signal.SIGHUP)
+            wait_until(lambda: "SIGHUP is ignored" in log.read_text(), "the server to ignore it")
+            process.send_signal(signal.SIGTERM)
             process.communicate(timeout=60)
         finally:
             process.kill()
@@ -223,7 +225,7 @@ def test_front_engine_and_supervisor_log_alike(tmp_path: Path, log_format: str) 
     said = [item["message"] for item in told if item["process"] == "serve"]
     assert said[0] == f"the store {tmp_path / 'store'} is new"
     assert said[1].endswith(f"serves the store {tmp_path / 'store'}")
-    assert said[-2:] == ["stopping because of SIGHUP", "stopped"]
+    assert said[-2:] == ["stopping because of SIGTERM", "stopped"]
     of_device = [item for item in told if item["message"].startswith("checked in")]
     assert len(of_device) >= 2
     assert sum("is answered" in item["message"] for item in told) == 4

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.later_version import later_version, schema
-from support.processes import COMMAND
+from support.processes import COMMAND, free_port
 from support.record_schema import make_store, recorded_config
 from support.secured import make_pki
 from torchvision import models
@@ -303,6 +303,21 @@ def test_a_key_that_others_can_read_is_an_error(tmp_path: Path, name: str) -> No
     done = CliRunner().invoke(app, ["serve", str(path)])
     assert (done.exit_code, done.stderr.splitlines()) == (1, [text])
     assert not (tmp_path / "store").exists()
+
+
+def test_a_store_that_is_a_file_and_a_port_named_twice_are_told(tmp_path: Path) -> None:
+    place, address = tmp_path / "file", f"127.0.0.1:{free_port()}"
+    place.touch()
+    path = write(tmp_path, server_store=str(place), server_listen=address, server_metrics=address)
+    assert check(path) == (
+        1,
+        [
+            f"error: [server] store is {str(place)!r}, which is a file; name a directory",
+            f"error: [server] listen and metrics are both {address!r}; they need two ports",
+        ],
+    )
+    done = CliRunner().invoke(app, ["serve", str(path)])
+    assert (done.exit_code, "which is a file" in done.stderr) == (1, True)
 
 
 def test_a_section_that_is_misspelt_is_told(tmp_path: Path) -> None:

@@ -196,7 +196,11 @@ def test_a_hung_engine_is_killed_and_started_again(
     (event,) = store.history.events(RUN, ENGINE_FAILED)
     assert event.text == "the engine hangs: it sent no heartbeat for 60 s and was killed"
     assert [record.getMessage() for record in caplog.records].count(event.text) == 1
-    look(engine, seconds, 599)
+    look(engine, seconds, 117)
+    assert engine.state().problems() == []
+    look(engine, seconds, 3)
+    assert engine.state().problems() == [f"the engine of run {RUN!r} has not started within 120 s"]
+    look(engine, seconds, 177)
     assert child.starts == 1, "the new one is given the time that its start takes"
     look(engine, seconds, 3)
     assert child.starts == 2

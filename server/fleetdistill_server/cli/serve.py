@@ -68,6 +68,7 @@ def serve(
     if not check:
         _stop_on_signals(stopped)  # before the slow imports
     from fleetdistill_server.cli.serve_checks import (
+        check_addresses,
         check_certificates,
         check_extras,
         check_keys,
@@ -100,6 +101,7 @@ def serve(
         check_extras(loaded.server)
         check_store_is_there(loaded.server)
         check_keys(loaded.server)
+        check_addresses(loaded.server)
         warning = check_security(loaded.server, insecure)
         if warning:
             logger.warning("%s", warning)
@@ -114,18 +116,20 @@ def serve(
 
 
 def _stop_on_signals(stopped: StopRequest) -> None:
-    """Stops the server on Ctrl-C, SIGTERM, and SIGHUP unless it is ignored, as under nohup."""
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
+    """Stops the server on Ctrl-C, SIGTERM, and SIGHUP of a terminal that closes; without one, SIGHUP is ignored."""
 
     def stop(number: int, frame: object) -> None:
         if not stopped.is_set():
             logger.info("stopping because of %s", signal.Signals(number).name)
         stopped.set()
 
-    for number in numbers:
-        signal.signal(number, stop)
+    def ignore(number: int, frame: object) -> None:
+        logger.warning("SIGHUP is ignored; restart the server to read its settings again")
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has set it
+        signal.signal(signal.SIGHUP, stop if sys.stderr.isatty() else ignore)
 
 
 @contextlib.contextmanager

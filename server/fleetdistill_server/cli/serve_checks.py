@@ -71,7 +71,9 @@ def check_security(server: ServerSection, insecure: bool) -> str:
 
 
 def check_store_is_there(server: ServerSection) -> None:
-    """Raises ConfigurationError if the server's PKI has served a store, and there is none where it would be now."""
+    """Raises ConfigurationError for a store that is a file, and for a missing one if the PKI has served one."""
+    if (place := Path(server.store)).exists() and not place.is_dir():
+        raise ConfigurationError(f"[server] store is {server.store!r}, which is a file; name a directory")
     tls = server.tls()
     served = "" if tls is None or server.database else served_store(tls.directory)
     if tls is not None and served and not has_store(Path(server.store)):
@@ -215,6 +217,7 @@ def _of_server(server: ServerSection, run: str, insecure: bool) -> tuple[Callabl
         lambda: check_extras(server),
         lambda: check_store_is_there(server),
         lambda: check_keys(server),
+        lambda: check_addresses(server),
         lambda: check_security(server, insecure),
         lambda: _raise_first(not_valid(server)),
         lambda: _raise_first(disk_problems(server, Path(server.store))),
@@ -328,6 +331,17 @@ def check_ports(server: ServerSection) -> None:
     """Raises ConfigurationError unless the server can listen on its ports."""
     for setting, address in _addresses(server).items():
         _check_port(setting, address)
+
+
+def check_addresses(server: ServerSection) -> None:
+    """Raises ConfigurationError if two settings name the same port of an address."""
+    known: dict[str, str] = {}
+    for setting, address in _addresses(server).items():
+        if not address.endswith(":0") and address in known:
+            raise ConfigurationError(
+                f"[server] {known[address]} and {setting} are both {address!r}; they need two ports"
+            )
+        known[address] = setting
 
 
 def _own_addresses(server: ServerSection, run: str) -> Collection[str]:

@@ -23,7 +23,7 @@ from fleetdistill_server.event_kinds import ENGINE_FAILED, ENGINE_RESTARTED, PRO
 from fleetdistill_server.logs import about
 from fleetdistill_server.service.child import Child
 from fleetdistill_server.service.engine_files import engine_directory
-from fleetdistill_server.service.heartbeat import HeartbeatMonitor, clear_heartbeat
+from fleetdistill_server.service.heartbeat import START_SECONDS, HeartbeatMonitor, clear_heartbeat
 from fleetdistill_server.service.process_state import ENGINE, ProcessState
 from fleetdistill_server.service.processes import (
     EXIT_CONFIGURATION,
@@ -62,7 +62,7 @@ _WORKS_SECONDS = 60.0
 """Time for which an engine must run before it no longer waits; it may need the space only some time after its start."""
 _TERMINATIONS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that come from outside, also from the kernel when memory is short; others come from a fault of the engine."""
-_START_SECONDS = 600.0
+_START_SECONDS = 300.0
 """Seconds until an engine's first heartbeat is required; importing torch may take minutes."""
 _GRACE_SECONDS = 10.0
 """Seconds for which an engine may still exit by itself after its run has finished."""
@@ -228,7 +228,10 @@ class EngineProcess:
     def state(self) -> ProcessState:
         """Returns what metrics say of the process."""
         state = self.child.state(ENGINE, self.run)
-        return replace(state, waits=self._pause, hangs=self._beats.hangs if state.pid is not None else "")
+        if state.pid is None:
+            return replace(state, waits=self._pause)
+        late = f"has not started within {START_SECONDS:g} s" if self._beats.is_late else ""
+        return replace(state, waits=late or self._pause, hangs=self._beats.hangs)
 
     def stop(self, at_once: bool) -> None:
         """Ends the process and waits for it."""

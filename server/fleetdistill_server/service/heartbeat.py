@@ -27,6 +27,8 @@ FILE, FRONT_FILE, SUPERVISOR_FILE = "engine.beat", "front.beat", "supervisor.bea
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0
 """Seconds without a heartbeat after which a process is reported as hung."""
+START_SECONDS = 120.0
+"""Seconds after which an engine that has not sent its first heartbeat is reported; importing torch may take a while."""
 logger = logging.getLogger("fleetdistill.server.supervisor")
 
 
@@ -78,6 +80,11 @@ class HeartbeatMonitor:
     def begun(self) -> bool:
         """Whether there is a heartbeat, perhaps an old one; an engine that starts has none yet."""
         return self._last is not None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a process that starts has sent no heartbeat for `START_SECONDS`, as of the last `silent_seconds`."""
+        return self._last is None and self._silent >= START_SECONDS
 
     @property
     def hangs(self) -> str:

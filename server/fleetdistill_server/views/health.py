@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.service.engine_files import engine_directory
-from fleetdistill_server.service.heartbeat import SILENT_SECONDS, HeartbeatMonitor
+from fleetdistill_server.service.heartbeat import SILENT_SECONDS, START_SECONDS, HeartbeatMonitor
 from fleetdistill_server.service.process_state import ENGINE, SUPERVISOR, ProcessState, read_processes
 from fleetdistill_server.service.serve_lock import last_served, serving
 from fleetdistill_server.service.served import queue_of
@@ -17,8 +17,6 @@ from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import readable_bytes, shorten, when
 
 _MAX_REASON = 300
-START_SECONDS = 120.0
-"""Time for which an engine may start without a heartbeat; importing torch may take long."""
 _NONE = "no engine works on the store"
 
 
