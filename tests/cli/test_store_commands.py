@@ -205,7 +205,7 @@ def test_forgetting_beside_a_server_says_when_the_data_go(directory: Path) -> No
     store.devices.register(RUN, "d1", b"", b"")
     store.close()
     lock = serve_lock.take(directory, RUN)
-    code, said = call("devices", "forget", RUN, "d1", "--store", str(directory))
+    code, said = call("devices", "forget", RUN, "d1", "--yes", "--store", str(directory))
     lock.close()
     assert code == 0
     assert "its payloads are deleted before the run's next round; if no engine works on the run, by a server " in said

@@ -145,14 +145,16 @@ def test_a_device_is_forgotten_from_another_machine(place: Place) -> None:
     """The front requests it, and whoever works on the run does it."""
     store, there = place.store, place.as_("operator-olga")
     store.devices.register(RUN, "camera-7", b"", b"")
-    said = run("devices", "forget", RUN, "camera-7", *there)
+    done = CliRunner().invoke(app, ["devices", "forget", RUN, "camera-7", *map(str, there)], input="n\n")
+    assert (done.exit_code, "what device 'camera-7' has sent" in done.output) == (1, True)
+    said = run("devices", "forget", RUN, "camera-7", "--yes", *there)
     assert (
         "camera-7 no longer takes part in run 'digits'; its data in the method's state and its payloads are deleted "
         in said
     )
     assert store.devices.to_forget(RUN) == ["camera-7"]
     store.devices.mark_forgotten(RUN, "camera-7")
-    assert "its payloads are deleted. " in run("devices", "forget", RUN, "camera-7", *there)
+    assert "its payloads are deleted. " in run("devices", "forget", RUN, "camera-7", "--yes", *there)
     said = run("devices", "forget", RUN, "camera-8", *there, code=1)
     assert "run 'digits' has no device 'camera-8'; did you mean 'camera-7'? `fleetdistill devices` lists them" in said
     result = [(row["call"], row["result"].partition(":")[0]) for row in reversed(place.calls())]

@@ -73,13 +73,18 @@ def devices_forget(
     store: StoreOption = DEFAULT_STORE,
     server: ServerOption = None,
     identity: IdentityOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Deletes a device's contributions to a run. Example: fleetdistill devices forget digits camera-7
+    """Deletes a device's contributions to a run. Example: fleetdistill devices forget digits camera-7 --yes
 
-    In a run with secure sums (not yet reviewed by a cryptographer), the whole sum that contains the device is deleted,
-    with the other devices' parts of it.
+    The device takes part in the run no more, and nothing brings its contributions back. In a run with secure sums (not
+    yet reviewed by a cryptographer), the whole sum that contains the device is deleted, with the other devices' parts
+    of it.
     """
     with open_source(store, server, identity) as source:
+        if not yes and any(row["device"] == device for row in source.devices(run).lists["devices"]):
+            question = f"Delete for ever what device {device!r} has sent to run {run!r}, and exclude it from the run?"
+            typer.confirm(question, abort=True)
         done = source.forget(run, device)
     later = (
         "are deleted before the run's next round; if no engine works on the run, by a server within seconds, or "
