@@ -181,7 +181,8 @@ from support.hostile_server import device_at
 
 link = WaitingLink()
 device, events = device_at(link, Path(sys.argv[1]))
-device.start()
+starter = Thread(target=device.start, daemon=True)
+starter.start()
 assert link.polling.wait(60)
 atexit.register(lambda: print("stopped before exit handlers:", device.join(0)))
 Thread(target=lambda: (sleep(1), print("stopped before another thread:", device.join(0)))).start()

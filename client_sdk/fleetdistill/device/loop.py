@@ -621,7 +621,7 @@ class _Exit:
         with self._lock:
             if self._watcher is None or not self._watcher.is_alive():  # also in a fork, which has no other thread
                 self._running = set()
-                self._watcher = threading.Thread(target=self._watch, name="fleetdistill exit")
+                self._watcher = threading.Thread(target=self._watch, name="fleetdistill exit", daemon=False)
                 self._watcher.start()
             self._running.add(thread)
 
