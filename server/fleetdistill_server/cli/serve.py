@@ -68,13 +68,10 @@ def serve(
     if not check:
         _stop_on_signals(stopped)  # before the slow imports
     from fleetdistill_server.cli.serve_checks import (
-        check_addresses,
+        SERVER_CHECKS,
         check_certificates,
-        check_extras,
-        check_keys,
         check_new_run,
         check_security,
-        check_store_is_there,
         problems_of_file,
     )
     from fleetdistill_server.config.run_config import load_run_config
@@ -98,10 +95,8 @@ def serve(
         return
     configure("serve", log_format, log_level)
     with _logs_errors(log_format):
-        check_extras(loaded.server)
-        check_store_is_there(loaded.server)
-        check_keys(loaded.server)
-        check_addresses(loaded.server)
+        for server_check in SERVER_CHECKS:
+            server_check(loaded.server)
         warning = check_security(loaded.server, insecure)
         if warning:
             logger.warning("%s", warning)

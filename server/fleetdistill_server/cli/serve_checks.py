@@ -213,11 +213,8 @@ def service_summary(server: ServerSection) -> list[str]:
 
 
 def _of_server(server: ServerSection, run: str, insecure: bool) -> tuple[Callable[[], object], ...]:
-    checks = (
-        lambda: check_extras(server),
-        lambda: check_store_is_there(server),
-        lambda: check_keys(server),
-        lambda: check_addresses(server),
+    checks: tuple[Callable[[], object], ...] = (
+        *(partial(check, server) for check in SERVER_CHECKS),
         lambda: check_security(server, insecure),
         lambda: _raise_first(not_valid(server)),
         lambda: _raise_first(disk_problems(server, Path(server.store))),
@@ -342,6 +339,10 @@ def check_addresses(server: ServerSection) -> None:
                 f"[server] {known[address]} and {setting} are both {address!r}; they need two ports"
             )
         known[address] = setting
+
+
+SERVER_CHECKS = (check_extras, check_store_is_there, check_keys, check_addresses)
+"""Checks of `[server]` that each start makes, in their order; `serve --check` makes further ones."""
 
 
 def _own_addresses(server: ServerSection, run: str) -> Collection[str]:

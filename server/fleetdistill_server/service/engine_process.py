@@ -62,7 +62,7 @@ _WORKS_SECONDS = 60.0
 """Time for which an engine must run before it no longer waits; it may need the space only some time after its start."""
 _TERMINATIONS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that come from outside, also from the kernel when memory is short; others come from a fault of the engine."""
-_START_SECONDS = 300.0
+_MAX_START_SECONDS = 300.0
 """Seconds until an engine's first heartbeat is required; importing torch may take minutes."""
 _GRACE_SECONDS = 10.0
 """Seconds for which an engine may still exit by itself after its run has finished."""
@@ -348,7 +348,7 @@ class EngineProcess:
         if hang := self._beats.log_hang("the engine", self.run):
             with contextlib.suppress(StoreError):
                 self._store.history.add_event(self.run, PROCESS_HANGS, hang)
-        if silent < (self._limit if self._beats.seen else max(self._limit, _START_SECONDS)):
+        if silent < (self._limit if self._beats.seen else max(self._limit, _MAX_START_SECONDS)):
             return
         self.child.process.kill()
         self.child.process.wait()
