@@ -54,6 +54,9 @@ def test_a_device_has_at_most_13_arguments() -> None:
         ({"insecure": "no"}, "insecure is 'no', expected True or False"),
         ({"model": 5}, "model is 5, expected a function that returns a torch.nn.Module, or the module itself"),
         ({"model": None, "data": None, "worker": 5}, "worker is 5, expected a function that takes the run's contract"),
+        ({"data": None}, "model= and data=, or worker= without both; missing: data"),
+        ({"model": None, "data": None}, "model= and data=, or worker= without both; missing: model, data"),
+        ({"worker": print}, "worker= without both; pass only one of them"),
         ({"on_event": 5}, "on_event is 5, expected a function that takes an event"),
         ({"torch_device": "gpu"}, 'torch_device is \'gpu\', expected a torch device, such as "cpu" or "cuda:0"'),
         ({"torch_device": 0}, "torch_device is 0, expected a torch device"),
@@ -181,7 +184,7 @@ def test_a_wrong_token_stores_no_key(tmp_path: Path) -> None:
         (lambda: Eligibility(probes=[len]), "probes is .*, expected a dict of functions by name"),  # type: ignore[arg-type]
         (lambda: Predictor(".", variant=5), "variant is 5, must be"),  # type: ignore[arg-type]
         (lambda: Predictor(".", threads="2"), "threads is '2', expected an integer"),  # type: ignore[arg-type]
-        (lambda: AsyncDevice(on_event=5), "on_event is 5, expected a function"),  # type: ignore[arg-type]
+        (lambda: AsyncDevice(on_event=5), "on_event is 5, expected a function"),  # type: ignore[arg-type, call-arg]
         (lambda: refused("next_ask", "nonsense"), "unknown code 'nonsense', expected one of not-ready"),
     ],
 )

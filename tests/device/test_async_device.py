@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from support.open_device import grouped
 from support.processes import PATIENCE_SECONDS
 from torch import Tensor, nn
 
-from fleetdistill import COLUMNS, AsyncDevice, Event
+from fleetdistill import COLUMNS, AsyncDevice, Device, Event
 from fleetdistill.errors import DeviceBusyError, DeviceClosedError, FleetDistillError, StateError
 from fleetdistill.training.model import split_sequential
 from fleetdistill.wire.v1 import service_pb2
@@ -26,6 +27,10 @@ from fleetdistill.wire.v1 import service_pb2
 def async_device(link: Any, state_dir: Path, **changes: Any) -> AsyncDevice:
     settings: dict[str, Any] = {"model": model, "data": DATA, "allow": COLUMNS, "export": "never"}
     return AsyncDevice(**grouped(server=link, state_dir=state_dir, **{**settings, **changes}))
+
+
+def test_the_arguments_are_those_of_a_device() -> None:
+    assert inspect.signature(AsyncDevice) == inspect.signature(Device)
 
 
 async def until(event: threading.Event) -> None:

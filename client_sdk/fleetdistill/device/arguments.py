@@ -65,11 +65,12 @@ def check_backend(model: TorchModel | None, data: Splits | None, worker: object)
     """
     if worker is not None:
         if model is not None or data is not None:
-            raise ConfigurationError(_EITHER)
+            raise ConfigurationError(f"{_EITHER}; pass only one of them")
         check_function("worker", worker, "that takes the run's contract, such as light_worker(...)")
         return
-    if model is None or data is None or data.data is None:
-        raise ConfigurationError(_EITHER)
+    missing = [name for name, value in (("model", model), ("data", data and data.data)) if value is None]
+    if missing or data is None:
+        raise ConfigurationError(f"{_EITHER}; missing: {', '.join(missing)}")
     if not is_installed("torch"):
         raise ConfigurationError(
             "Device(model=...) needs PyTorch: pip install 'fleetdistill[train]', or pass "

@@ -6,10 +6,11 @@ import asyncio
 import concurrent.futures
 import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from functools import wraps
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from fleetdistill.control_flow import control_flow_as_errors
 from fleetdistill.device.arguments import check_on_event
@@ -18,13 +19,27 @@ from fleetdistill.device.events import Event
 from fleetdistill.device.preview import Preview
 from fleetdistill.errors import FleetDistillError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
-OnEvent = Callable[[Event], Awaitable[object] | object]
-"""Function or coroutine function that receives each event on the event loop."""
 _LOOK_SECONDS = 1.0
 
 _in_callback: ContextVar[bool] = ContextVar("fleetdistill_in_callback", default=False)
+
+
+def _with_arguments_of(
+    init: Callable[Concatenate[Any, P], None],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Gives a constructor the signature of another one, to which it passes its arguments on."""
+
+    def decorate(own: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        @wraps(init)
+        def wrapped(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            own(self, *args, **kwargs)
+
+        return wrapped
+
+    return decorate
 
 
 class AsyncDevice:
@@ -46,7 +61,8 @@ class AsyncDevice:
         ConfigurationError, StateError: As `Device`.
     """
 
-    def __init__(self, *, on_event: OnEvent | None = None, **arguments: Any) -> None:
+    @_with_arguments_of(Device.__init__)
+    def __init__(self, *, on_event: Callable[[Event], object] | None = None, **arguments: Any) -> None:
         if on_event is not None:
             check_on_event(on_event, may_await=True)
         self._on_event = on_event

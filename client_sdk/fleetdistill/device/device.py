@@ -127,7 +127,7 @@ class Device:
         state_dir: str | Path | Storage,
         device_id: str | None = None,
         allow: Sequence[str] = DEFAULT_COLUMNS,
-        on_event: Callable[[Event], None] | None = None,
+        on_event: Callable[[Event], object] | None = None,
         eligibility: Eligibility | None = None,
         budgets: Budgets | None = None,
         secure: SecureTerms | None = None,

@@ -87,7 +87,7 @@ class DeviceLock:
         on_event: Callback of the app, called in the emitting thread.
     """
 
-    def __init__(self, on_event: Callable[[Event], None]) -> None:
+    def __init__(self, on_event: Callable[[Event], object]) -> None:
         self._lock = threading.RLock()
         self._holder: int | None = None
         self._depth = 0
