@@ -66,6 +66,27 @@ def test_devices_that_are_never_late_are_not_written() -> None:
     assert not [text for text in texts if text.startswith("UPDATE devices")]
 
 
+@pytest.mark.parametrize(
+    ("cohort", "answering", "left_out"),
+    [("ab", "", set()), ("ab", "a", {"b"}), ("abc", "ab", {"c"}), ("a", "", {"a"})],
+)
+def test_rounds_without_any_answer_do_not_count(cohort: str, answering: str, left_out: set[str]) -> None:
+    store = Store.in_memory()
+    store.runs.begin(RUN, {})
+    for device in cohort:
+        store.devices.register(RUN, device, b"h", b"")
+    for _ in range(2):
+        number = store.runs.start_round(RUN, list(cohort))
+        first = Ask(run=RUN, round=number, step_number=1, device="a", step="train", expects={}, deadline_at=4e9)
+        store.asks.add([replace(first, device=device) for device in cohort])
+        for ask in store.asks.all_open(RUN):
+            if ask.device in answering:
+                store.asks.accept_upload(ask.id, 1, bytes(32), 0, 1)
+        store.asks.expire(RUN, 5e9)
+        store.runs.close_short_round(RUN, number, "too few answers")
+    assert set(store.devices.left_out(RUN, number + 1)) == left_out
+
+
 class Turns:
     """Honest devices work; once they have nothing to do, and only the silent one is asked, its deadline passes."""
 

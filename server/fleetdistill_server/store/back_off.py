@@ -3,7 +3,8 @@
 A device that is present but never answers would delay every round until its deadline. From the second consecutive round
 in which it misses a deadline, the device is left out of the next 1, 2, 4, ... up to 64 rounds and is then asked again.
 An answer before the deadline resets the count. The counts are stored, so a restarted engine leaves out the same
-devices, and a replayed round keeps its cohort.
+devices, and a replayed round keeps its cohort. A round that asked several devices and that none answered does not
+count: the server or the network was away, which says nothing about a device.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def update_back_off(db: Database, history: History, run: str, number: int) -> No
         "WHERE a.run = ? AND a.round = ? GROUP BY a.device, d.late_rounds",
         *(DEADLINE_PASSED, run, number),
     )
+    if len(rows) > 1 and not any(row["answered"] for row in rows):
+        return
     for row in rows:
         in_a_row = row["late_rounds"] + 1 if row["late"] else 0 if row["answered"] else row["late_rounds"]
         rounds = rounds_left_out(in_a_row) if row["late"] else 0
