@@ -320,11 +320,13 @@ def test_a_store_that_is_a_file_and_a_port_named_twice_are_told(tmp_path: Path) 
     assert (done.exit_code, "which is a file" in done.stderr) == (1, True)
 
 
-def test_a_section_that_is_misspelt_is_told(tmp_path: Path) -> None:
-    (tmp_path / "server.toml").write_text("[limts]\ndevices = 3\n")
+def test_a_section_that_is_misspelt_is_told_with_other_errors(tmp_path: Path) -> None:
+    (tmp_path / "server.toml").write_text("[limts]\ndevices = 3\n[server]\nlisten = 5\n")
     code, said = check(tmp_path / "server.toml")
     assert code == 1
-    assert said[0].endswith("server.toml: [limts]: unknown section; did you mean 'limits'?")
+    unknown, listen = said[0].partition("server.toml: ")[2].split("?; ")
+    assert unknown == "[limts]: unknown section; did you mean 'limits'"
+    assert listen.startswith("[server] listen is 5, must be")
 
 
 @pytest.mark.parametrize("wrong", ["another CA", "expired", "later"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -157,10 +157,7 @@ def load_server_config(path: Path) -> ServerConfig:
         ConfigurationError: The file cannot be read, or one of their settings is unknown, of the wrong type or out of
             range.
     """
-    try:
-        return ServerConfig.model_validate(read_toml(path))
-    except ValidationError as error:
-        raise ConfigurationError(f"{path}: {sentences(error, SETTINGS)}") from error
+    return _checked(path, read_toml(path), [])
 
 
 def load_service_config(path: Path) -> ServerConfig:
@@ -169,15 +166,28 @@ def load_service_config(path: Path) -> ServerConfig:
     Raises:
         ConfigurationError: As `load_server_config`, and for any other section.
     """
-    further = [name for name in read_toml(path) if name not in SETTINGS]
-    if further:
-        if meant := did_you_mean(further[0], SETTINGS):
-            raise ConfigurationError(f"{path}: [{further[0]}]: unknown section{meant}")
-        raise ConfigurationError(
-            f"{path}: [{further[0]}] belongs to a run, but the file has no section [run]; add [run], or keep only "
-            "[server] and [limits] to serve runs made with `fleetdistill runs create`"
-        )
-    return load_server_config(path)
+    values = read_toml(path)
+    return _checked(path, values, [_further_section(name) for name in values if name not in SETTINGS])
+
+
+def _checked(path: Path, values: dict[str, Any], problems: list[str]) -> ServerConfig:
+    """Returns checked settings. Raises ConfigurationError with `problems` and all others."""
+    try:
+        config = ServerConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigurationError(f"{path}: {'; '.join([*problems, sentences(error, SETTINGS)])}") from error
+    if problems:
+        raise ConfigurationError(f"{path}: {'; '.join(problems)}")
+    return config
+
+
+def _further_section(name: str) -> str:
+    if meant := did_you_mean(name, SETTINGS):
+        return f"[{name}]: unknown section{meant}"
+    return (
+        f"[{name}] belongs to a run, but the file has no section [run]; add [run], or keep only [server] and [limits] "
+        "to serve runs made with `fleetdistill runs create`"
+    )
 
 
 SETTINGS = {"server": list(ServerSection.model_fields), "limits": list(Limits.model_fields)}
