@@ -105,8 +105,10 @@ class Line:
         exchanges: Mean number of a device's exchanges.
         devices: Number of devices that a seed's means are over; the smallest one of the seeds.
         untrained: Number of these that never took part; the largest one of the seeds.
-        difference, difference_spread: Mean and standard deviation of the paired difference in accuracy from the first
-            line; None for the first line, and if one of the two lacks a seed.
+        base: Name of the line from which the difference is: the reference's line of the same model, or its first one if
+            it has no such model. Empty for the reference's own lines.
+        difference, difference_spread: Mean and standard deviation of the paired difference in accuracy from the base;
+            None without a base, and if one of the two lacks a seed.
         p: Two-sided p value of a paired t test of the difference, by Holm's method for the number of lines; None if
             there are fewer than two pairs, or all differences are equal.
     """
@@ -123,6 +125,7 @@ class Line:
     exchanges: float
     devices: int
     untrained: int
+    base: str = ""
     difference: float | None = None
     difference_spread: float | None = None
     p: float | None = None
@@ -131,7 +134,8 @@ class Line:
 def lines_of(rows: Sequence[ModelRow], reference: str = "", wanted: int | None = None) -> list[Line]:
     """Returns a line for each model, in order of appearance, the models of the reference first.
 
-    Differences are from the first model of the reference, over the seeds that have both.
+    Differences are from the reference's model of the same name, such as its global model, or from its first one if it
+    has none of this name.
 
     Args:
         rows: The models of all runs.
@@ -146,18 +150,21 @@ def lines_of(rows: Sequence[ModelRow], reference: str = "", wanted: int | None =
         key: {seed: row.accuracy for seed, row in of.items() if row.accuracy is not None} for key, of in by_key.items()
     }
     whole = {key for key, of in by_key.items() if len(of) >= wanted}
+    first = keys[0] if keys else ("", "")
+    bases = {key: (first[0], key[1]) if (first[0], key[1]) in by_key else first for key in keys if key[0] != first[0]}
     differences = {
-        key: paired(rates, accuracies[keys[0]]) if {key, keys[0]} <= whole else [] for key, rates in accuracies.items()
+        key: paired(accuracies[key], accuracies[base]) if {key, base} <= whole else [] for key, base in bases.items()
     }
-    p_values = holm([None if key == keys[0] else paired_p(differences[key]) for key in keys])
+    p_values = holm([paired_p(differences.get(key, [])) for key in keys])
     models = {label: sum(other == label for other, _ in keys) for label, _ in keys}
+    names = {(label, model): f"{label} {model}" if models[label] > 1 else label for label, model in keys}
     result = []
     for key, p in zip(keys, p_values, strict=True):
-        of, (label, model) = list(by_key[key].values()), key
+        of = list(by_key[key].values())
         result.append(
             Line(
-                label,
-                f"{label} {model}" if models[label] > 1 else label,
+                key[0],
+                names[key],
                 len(of),
                 wanted,
                 *mean_and_spread(list(accuracies[key].values())),
@@ -166,7 +173,8 @@ def lines_of(rows: Sequence[ModelRow], reference: str = "", wanted: int | None =
                 statistics.mean(row.exchanges for row in of),
                 min(row.devices for row in of),
                 max(row.untrained for row in of),
-                *mean_and_spread(differences[key] if key != keys[0] else []),
+                names[bases[key]] if key in bases else "",
+                *mean_and_spread(differences.get(key, [])),
                 p,
             )
         )

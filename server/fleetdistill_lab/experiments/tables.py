@@ -70,7 +70,12 @@ def format_value(value: float | None, spread: float | None, unit: str, sign: str
 
 def model_table(lines: Sequence[Line], title: str, *, with_p: bool = True) -> Table:
     """Returns a table of all models, in percent and percentage points; p values are those of the lines."""
-    header = ("", "all classes", "own classes", "bytes", "exchanges", f"from {lines[0].name}", *["p"] * with_p)
+    bases = {line.base for line in lines if line.base}
+    header = (
+        *("", "all classes", "own classes", "bytes", "exchanges"),
+        "difference" if len(bases) > 1 else f"from {''.join(bases) or lines[0].name}",
+        *["p"] * with_p,
+    )
     rows = [
         (
             line.name,
@@ -79,7 +84,8 @@ def model_table(lines: Sequence[Line], title: str, *, with_p: bool = True) -> Ta
             format_value(line.own_accuracy, line.own_accuracy_spread, "percent") or "not scored",
             readable_bytes(round(line.bytes)),
             f"{line.exchanges:.3g}",
-            format_value(line.difference, line.difference_spread, "percent", "+"),
+            format_value(line.difference, line.difference_spread, "percent", "+")
+            + (f" from {line.base}" if len(bases) > 1 and line.difference is not None else ""),
             *["" if line.p is None else f"{line.p:.2g}"] * with_p,
         )
         for line in lines
