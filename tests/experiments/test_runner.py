@@ -253,6 +253,9 @@ def test_page_says_settings_by_point_and_kinds_in_words(done, tmp_path: Path) ->
     assert list(written.tables[1].header) == ["", "MNIST", "SVHN"]
     assert written.tables[1].rows == [["FedAvg", "97.5", ""], ["FedProx", "98", "80"]]
     assert "<th>MNIST</th><th>SVHN</th>" in text
+    lines = (tmp_path / "report" / "tables" / "source-accuracy.csv").read_text().splitlines()
+    assert lines == ["label,point,value", "FedAvg,MNIST,97.5", "FedProx,MNIST,98", "FedProx,SVHN,80"]
+    assert "97.5" in (tmp_path / "report" / "tables" / "source-accuracy.tex").read_text()
     assert written.tables[2].title.startswith("Top-3 accuracy")
     assert "Not all runs" not in said, "a run of no cell, such as one of an earlier definition, has other versions"
     assert "<th>in the source, at its scale</th>" in text

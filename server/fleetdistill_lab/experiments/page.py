@@ -29,6 +29,7 @@ from fleetdistill_lab.experiments.metrics import METRICS
 from fleetdistill_lab.experiments.results import FAILED, FINISHED, Results, Run, StoredCell
 from fleetdistill_lab.experiments.summary import check_claim, comparisons, lines_of, significant_ratio, summarize
 from fleetdistill_lab.experiments.tables import (
+    PrintedValue,
     Table,
     claim_table,
     format_value,
@@ -255,7 +256,8 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         short.append(with_k(short_table(metric, summaries, printed)))
         tables.tables.append(writer.table(table, f"metric-{metric}", summaries))
         if elsewhere := experiment.printed_elsewhere.get(metric):
-            tables.tables.append(with_k(printed_table(metric, elsewhere)))
+            values = [PrintedValue(label, *item) for label, of in elsewhere.items() for item in of.items()]
+            tables.tables.append(writer.table(with_k(printed_table(metric, elsewhere)), f"source-{metric}", values))
             short.append(tables.tables[-1])
     claims = _Section(
         "The order in the source",

@@ -165,6 +165,15 @@ def summary_table(
     return Table(METRICS[metric].title, header, rows, frozenset(strong), note, width)
 
 
+@dataclass(frozen=True)
+class PrintedValue:
+    """A value that the source prints for a label, at a grid point of its own scale."""
+
+    label: str
+    point: str
+    value: float
+
+
 def printed_table(metric: str, printed: Mapping[str, Mapping[str, float]]) -> Table:
     """Returns the table of values that the source prints, by label and by grid points of its own scale."""
     points = list(dict.fromkeys(point for of in printed.values() for point in of))
@@ -275,7 +284,7 @@ def _sizes(lines: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(cell_len, column)) + 3 for column in zip(*lines, strict=True)]
 
 
-def save_csv(rows: Iterable[ModelRow | Summary | Pair], file: Path) -> None:
+def save_csv(rows: Iterable[ModelRow | Summary | Pair | PrintedValue], file: Path) -> None:
     """Writes rows with full precision; rates are in [0, 1]."""
     found = list(rows)
     with file.open("w", newline="", encoding="utf-8") as opened:
