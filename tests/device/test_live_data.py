@@ -133,6 +133,7 @@ FORMS: dict[str, Callable[[Path], Any]] = {
     "reversed views": lambda folder: tuple(array[::-1].copy()[::-1] for array in tiny_data()),
     "mirrored rows": lambda folder: (tiny_data()[0][:, ::-1].copy()[:, ::-1], tiny_data()[1]),
     "a function of a Dataset": lambda folder: lambda: Listed(items()),
+    "a generator function": lambda folder: lambda: (item for item in items()),
     "Augmented without a change": lambda folder: Augmented(tiny_data(), lambda one: one),
     "Augmented of a function": lambda folder: Augmented(tiny_data, lambda one: one),
 }
@@ -475,7 +476,8 @@ def test_errors_of_the_apps_code_name_it(fleet: Fleet, tmp_path: Path) -> None:
 
     broken: dict[str, Any] = {
         "row 2 of Camera raised OSError: no light; fix or remove": Camera(),
-        "the function load raised OSError: no disk; fix the function, or let it return no samples": load,
+        "the function load raised OSError: no disk; fix the function; one for training data may return no": load,
+        "data: the function returned an object of type NoneType; pass a tuple": lambda: None,
     }
     for at, (says, data) in enumerate(broken.items()):
         with make_device(fleet, tmp_path / str(at), data=data) as device, pytest.raises(DataError, match=says):

@@ -33,7 +33,7 @@ __all__ = ["Samples", "read_samples"]
 
 _FORMS = (
     "pass a tuple (inputs, labels) of tensors or NumPy arrays, a map-style or iterable Dataset of (input, label), a "
-    "DataLoader, a list of pairs, or a function that returns one of these"
+    "DataLoader, a list of pairs, or a function that returns one of these or yields pairs"
 )
 _AT_ONCE = 1024
 _CHUNK_BYTES = 8 << 20
@@ -44,7 +44,7 @@ DIGEST_BYTES = 16
 def opened(data: Any) -> tuple[Rows, Callable[[Any], Any] | None]:
     """Returns the rows of data, as `open_rows`, and the transform for training if they are `Augmented`."""
     inner, transform = unwrap(_call(data))
-    return open_rows(inner), transform
+    return open_rows(inner, from_function=is_function(data)), transform
 
 
 def unwrap(data: Any) -> tuple[Any, Callable[[Any], Any] | None]:
@@ -67,15 +67,17 @@ def is_iterable_only(data: Any) -> bool:
     return hasattr(data, "__iter__") and not is_known
 
 
-def open_rows(data: Any) -> Rows:
+def open_rows(data: Any, *, from_function: bool = False) -> Rows:
     """Returns the rows of an app's data, not yet read except iterable data, which are read into memory.
 
     Args:
         data: Data in any form of `Device(data=...)`; a function is called.
+        from_function: Whether the data are what a function has returned, which makes them anew at each read.
 
     Raises:
         DataError: The form is unknown, or types, dimensions or lengths are wrong.
     """
+    from_function = from_function or is_function(data)
     data, _ = unwrap(_call(data))
     utils = _torch_data()
     if utils is not None and isinstance(data, utils.TensorDataset):
@@ -87,7 +89,7 @@ def open_rows(data: Any) -> Rows:
         return _of_loader(data, utils)
     if _is_map_style(data) and not is_iterable_only(data):
         return ItemRows(list(data) if isinstance(data, list) else data)  # the app may change its list during training
-    return _of_iterable(data, type(data).__name__)
+    return _of_iterable(data, type(data).__name__, from_function=from_function)
 
 
 def _check_form(data: Any) -> None:
@@ -110,7 +112,7 @@ def _call(data: Any) -> Any:
     if not is_function(data):
         return data
     name = getattr(data, "__name__", type(data).__name__)
-    with named_errors(f"the function {name}", "fix the function, or let it return no samples for now"):
+    with named_errors(f"the function {name}", "fix the function; one for training data may return no samples for now"):
         return data()
 
 
@@ -145,12 +147,15 @@ def _of_loader(loader: Any, utils: Any) -> Rows:
     return ItemRows(loader.dataset, collate) if collate else open_rows(loader.dataset)
 
 
-def _of_iterable(data: Any, name: str, collate: Callable[[list[Any]], Any] | None = None) -> Rows:
+def _of_iterable(
+    data: Any, name: str, collate: Callable[[list[Any]], Any] | None = None, *, from_function: bool = False
+) -> Rows:
     """Returns the rows of one pass over iterable data, in memory."""
-    if hasattr(data, "__next__"):
+    if hasattr(data, "__next__") and not from_function:
         raise DataError(f"the data is of type {name}, which can be read only once; pass a function that returns it")
     if not isinstance(data, Iterable) or isinstance(data, str | bytes | dict):
-        raise DataError(f"the data is of type {name}; {_FORMS}")
+        what = "the function returned an object" if from_function else "the data is"
+        raise DataError(f"{what} of type {name}; {_FORMS}")
     batches: list[Pair] = []
     numbered = enumerate(_items_of(data, name))
     while True:

@@ -86,7 +86,7 @@ class Device:
             chain of layers. Or `TorchModel`, which has its name, its torch device and its predictor.
         data: Private training data, read again at every ask: `(inputs, labels)` as tensors or NumPy arrays, also
             memory-mapped ones, a map-style or iterable torch Dataset, a DataLoader, a list of pairs, a
-            `fleetdistill.data.Augmented`, or a function that returns one of these. Inputs are float
+            `fleetdistill.data.Augmented`, or a function that returns one of these or yields pairs. Inputs are float
             `[samples, *input_shape]`; labels are integers `[samples]` in `[0, classes)`. Or
             `fleetdistill.data.Splits`, which has test and validation data, too.
         worker: Compute backend, instead of `model` and `data`, for an app that does not use PyTorch: a function that
