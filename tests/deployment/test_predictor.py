@@ -185,7 +185,7 @@ def test_a_first_file_that_is_damaged_is_named(tmp_path: Path, files: dict[int, 
     put(files[1][:100], tmp_path / "model.onnx")
     predictor = Predictor(tmp_path)
     assert not predictor.ready
-    damaged = r"model.onnx has no usable model \(the file is incomplete or damaged.*'never'\) writes none: use 'round'"
+    damaged = r"model.onnx has no usable model \(the file is incomplete or damaged.*'never'\) writes none, nor one"
     with pytest.raises(ModelError, match=damaged):
         predictor.predict(BATCH)
 

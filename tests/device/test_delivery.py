@@ -26,7 +26,7 @@ from device.sdk_fleet import (
 from support.devices import compute_of
 from torch import nn
 
-from fleetdistill import Deployment, Step
+from fleetdistill import Deployment, Predictor, Step
 from fleetdistill.errors import (
     DataError,
     LinkError,
@@ -90,6 +90,22 @@ def test_model_that_joined_is_judged_and_survives_restart(fleet: Fleet, tmp_path
     assert reported(fleet) == [(1, False), (2, False), (3, False)]
     with make_device(fleet, tmp_path / "d", validation_data=unbeatable) as device:
         assert equal(weights(device), joined)
+
+
+def test_a_model_that_the_app_keeps_is_exported_for_other_processes(fleet: Fleet, tmp_path: Path) -> None:
+    inputs, _ = tiny_data(20)
+    for _ in range(2):
+        events = EventLog()
+        with make_device(fleet, tmp_path, events, validation_data=unbeatable_data(), export="round") as device:
+            device.step(0)
+            for _ in range(2):
+                fleet.ask("d")
+                device.step(0)
+            assert events.kinds().count("kept") == 2
+            assert events.kinds().count("exported") == 1, "once in a process, which may have another model"
+            predictor = Predictor(tmp_path)
+            assert (predictor.version, device.version) == (0, 0)
+            np.testing.assert_allclose(predictor.predict(inputs), device.predict(inputs), atol=1e-5)
 
 
 def far_apart(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -130,7 +130,7 @@ def test_a_run_that_ends_without_a_delivery_says_so(tmp_path: Path) -> None:
     with device:
         device.run()
     (text,) = events.texts("finished")
-    assert text.startswith("1 rounds completed; no model was delivered to this device")
+    assert text.startswith("1 rounds completed; the app's own model is in use, because no model was delivered")
 
 
 def test_failing_callback_ends_no_run_and_is_told_once_per_event(

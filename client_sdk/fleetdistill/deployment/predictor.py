@@ -150,7 +150,7 @@ class Predictor:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a model; False before the device's first export."""
+        """Whether there is a model; False before the device's first export (events `exported` and `too-large`)."""
         return self._model is not None
 
     @property
@@ -166,14 +166,14 @@ class Predictor:
             reason = f" ({self.error})" if self.error else ""
             raise ModelError(
                 f"{self._path} has no usable model{reason}; run the device until its event 'exported', and check "
-                "`predictor.ready`. A device with Deployment(export='never') writes none: use 'round' or 'finish', or "
-                "predict with `device.predict` in the device's process"
+                "`predictor.ready`. A device with Deployment(export='never') writes none, nor one whose file is above "
+                "max_bytes (event 'too-large'): change its Deployment, or predict with `device.predict` in its process"
             )
         return self._model
 
     @property
     def version(self) -> int:
-        """Number of the model's version, from 1. Raises ModelError if there is no model yet."""
+        """Number of the model's version, from 1; 0 for the app's own model. Raises ModelError if there is no model yet."""
         return self.model.version
 
     @property

@@ -75,7 +75,7 @@ class Deployer:
         self._delivered = None if unsettled else self.versions.due()  # in use, but not recorded yet
         self._unchecked = True  # whether the files of an earlier process can be damaged
         self._export_at = 0.0  # when an export that failed is tried again, on the app's clock
-        self._finished: int | None = None  # number of the version that `finish` has exported, or could not export
+        self._finished: int | None = None  # number of the version that `_export_once` has exported, or could not
         self._not_recorded = 0  # number of the version for which the disk was full; tried again at the next delivery
         self._measured: dict[int, float] = {}  # accuracy of versions on the current validation data, by number
         self._measured_by: Compute | None = None
@@ -184,9 +184,18 @@ class Deployer:
 
     def finish(self) -> None:
         """Exports the model in use at the end of the run, with `Deployment(export="finish")`; once for each version."""
+        if self._deployment.export == "finish":
+            self._export_once()
+
+    def keep_own(self) -> None:
+        """Exports the app's own model if the app keeps it instead of a first delivery; once in a process."""
+        if self._deployment.export == "round" and self.versions.in_use() is None:
+            self._export_once()
+
+    def _export_once(self) -> None:
         version = self.versions.in_use() or Version(0)
         waits = self._parts.clock.now() < self._export_at < math.inf
-        if self._deployment.export != "finish" or version.number == self._finished or waits:
+        if version.number == self._finished or waits:
             return
         files = self.export(version)
         if not 0 < self._export_at < math.inf:  # else the disk was full

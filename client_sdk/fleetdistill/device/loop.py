@@ -228,8 +228,8 @@ class Turns:
         self._over = True
         text = plain(reason)
         if not self._deployer.version:
-            text += "; no model was delivered to this device, and the run delivers none any more: its operator can "
-            text += "continue it with more rounds, or without an end (rounds = 0)"
+            text += "; the app's own model is in use, because no model was delivered that replaced it, and the run "
+            text += "delivers none any more: its operator can continue it with more rounds, or without an end (rounds = 0)"
         self._events.emit("finished", 0, text)
 
 

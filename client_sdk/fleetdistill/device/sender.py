@@ -108,6 +108,7 @@ class Sender:
         self._deployer.settle()
         if replacement is not None:
             self._deployer.check_accuracy(replacement)
+            self._deployer.keep_own()
 
     def decline(
         self, round: int, step: str, step_number: int, reason: FleetDistillError, terms: service_pb2.CheckInResponse
