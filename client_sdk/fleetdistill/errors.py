@@ -203,7 +203,9 @@ class RefusedError(FleetDistillError):
 
 
 class DeviceBusyError(FleetDistillError):
-    """Another call works on the device. One call at a time of `run`, `start`, `step` and `tick` works on a device.
+    """Another call works on the device.
+
+    One call at a time of `run`, `start`, `step`, `tick`, `preview` and `forget` works on a device.
 
     Attributes:
         call: Name of the method that was refused.

@@ -265,7 +265,7 @@ def test_other_members_work_during_run_without_blocking_loop(tmp_path: Path) -> 
             assert await device.call(lambda device: device.device_id) == device.device_id
             await device.replace_data(DATA)
             await device.replace_data()
-            with pytest.raises(DeviceBusyError):
+            with pytest.raises(DeviceBusyError, match=r"Device\.run was called while Device\.run works"):
                 await device.run()
             device.stop()
             await running

@@ -92,7 +92,7 @@ def test_model_that_joined_is_judged_and_survives_restart(fleet: Fleet, tmp_path
         assert equal(weights(device), joined)
 
 
-def test_a_model_that_the_app_keeps_is_exported_for_other_processes(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_model_that_the_app_keeps_is_exported(fleet: Fleet, tmp_path: Path) -> None:
     inputs, _ = tiny_data(20)
     for _ in range(2):
         events = EventLog()

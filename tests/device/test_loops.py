@@ -184,7 +184,7 @@ device, events = device_at(link, Path(sys.argv[1]))
 starter = Thread(target=device.start, daemon=True)
 starter.start()
 assert link.polling.wait(60)
-atexit.register(lambda: print("stopped before exit handlers:", device.join(0)))
+atexit.register(lambda: print("stopped before exit handlers:", device.join(0), "left:", link.left))
 Thread(target=lambda: (sleep(1), print("stopped before another thread:", device.join(0)))).start()
 """
 
@@ -197,7 +197,7 @@ def test_an_app_that_ends_without_close_stops_its_device(tmp_path: Path) -> None
         command: list[str | Path] = [sys.executable, script, tmp_path / "state"]
         environment = {**os.environ, **module_path()}
         app = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, env=environment, text=True)
-        told = ["stopped before another thread: False", "stopped before exit handlers: True"]
+        told = ["stopped before another thread: False", "stopped before exit handlers: True left: 1"]
         assert (app.returncode, app.stderr, app.stdout.splitlines()) == (code, "", told)
 
 
@@ -339,6 +339,22 @@ def test_time_without_contact_begins_with_first_of_all_errors(tmp_path: Path) ->
     told = [event for event in events if "contact" in event.kind]
     assert [event.kind for event in told] == ["lost-contact", "lost-contact", "contact-returned"]
     assert told[-1].values["seconds"] == 25.0
+
+
+def test_causes_that_change_at_once_are_one_report(tmp_path: Path) -> None:
+    clock, errors = ManualClock(), [LinkError(text) for text in ("cancelled", "refused", "refused", "timed out")]
+
+    class Failing(LyingLink):
+        def next_ask(self, identity: Any, wait_seconds: float) -> Any:
+            raise errors.pop(0)
+
+    device, events = device_at(Failing(), tmp_path, clock=clock)
+    with device:
+        for seconds in (1.0, 3.0, 16.0, 0.0):
+            device.tick()
+            clock.advance(seconds)
+    assert not errors
+    assert [text.split(";")[0] for text in events.texts("lost-contact")] == ["cancelled", "timed out"]
 
 
 def test_pauses_without_contact_double_up_to_the_longest(tmp_path: Path) -> None:

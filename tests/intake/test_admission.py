@@ -343,8 +343,6 @@ def test_every_call_needs_the_secret(fleet: Fleet, call: str, who: service_pb2.I
     }
     with pytest.raises(RefusedError) as error:
         attrgetter(call)(fleet.api)(requests[call])
-    assert (error.value.code, str(error.value)) == (
-        Code.BAD_IDENTITY,
-        f"device {who.device!r} is not checked in with this secret",
-    )
+    assert error.value.code == Code.BAD_IDENTITY
+    assert str(error.value).startswith(f"the server has no check-in of device {who.device!r} with this secret")
     assert fleet.ask_state() == ("open", "")

@@ -181,7 +181,7 @@ def test_sdk_device_checks_in_again_at_restored_server(tmp_path: Path) -> None:
         restore(tmp_path / "backup", tmp_path / "restored")
         after = Store.open(tmp_path / "restored")
         link._api = DeviceApi(after)
-        with pytest.raises(LinkError, match="is not checked in with this secret"):
+        with pytest.raises(LinkError, match="the server has no check-in of device"):
             device.step(0.0)
         assert device.step(0.0) is Step.WAITED
         assert after.devices.present(config.run.name) == before.devices.present(config.run.name) == [spec.name]

@@ -82,10 +82,6 @@ class LightModel:
         coordinates_nq = self.extractor.of(inputs) @ matrix - classifier.space.origin.astype(np.float32)
         return classifier.logits(coordinates_nq, self.classes).astype(np.float32)
 
-    def predict(self, inputs: Array) -> Array:
-        """Returns the most probable class of each input, `[n]` int64."""
-        return np.asarray(self(inputs).argmax(axis=1))
-
     def logits_of_features(self, rows_nd: Array) -> Array:
         """Returns logits `[n, C]` for projected features `[n, D]`."""
         return self.classifier.logits(coordinates(self.classifier.space, rows_nd), self.classes)

@@ -173,7 +173,7 @@ class Predictor:
 
     @property
     def version(self) -> int:
-        """Number of the model's version, from 1; 0 for the app's own model. Raises ModelError if there is no model yet."""
+        """Number of the model's version, from 1; 0 for the app's own. Raises ModelError if there is no model yet."""
         return self.model.version
 
     @property

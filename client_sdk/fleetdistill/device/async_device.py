@@ -17,7 +17,7 @@ from fleetdistill.device.arguments import check_on_event
 from fleetdistill.device.device import Device
 from fleetdistill.device.events import Event
 from fleetdistill.device.preview import Preview
-from fleetdistill.errors import FleetDistillError
+from fleetdistill.errors import DeviceBusyError, FleetDistillError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -104,7 +104,10 @@ class AsyncDevice:
             DeviceBusyError, DeviceClosedError, RefusedError, FleetDistillError: As `Device.run`.
         """
         self._loop = asyncio.get_running_loop()
-        self._device.start()
+        try:
+            self._device.start()
+        except DeviceBusyError as busy:  # which names the method that the app has called
+            raise DeviceBusyError("run", "run" if busy.working == "start" else busy.working) from None
         ended = asyncio.wrap_future(self._device.background_result())
         try:
             await asyncio.wait({ended})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from fleetdistill.wire.v1 import service_pb2
 _FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 15.0
 """Longest pause between two attempts to reach the server, in seconds, unless the server requests a longer one."""
+_ONE_REPORT_SECONDS = 5.0
+"""How long after a report of a lost contact another cause of it is not reported."""
 
 _pauses = random.Random()  # the app may have seeded the generator of the module `random`
 
@@ -38,25 +41,29 @@ class Contact:
         self._reason = ""  # the last reported error; empty while there is none
         self._known = False  # whether the server has ever replied
         self._lost_at: float | None = None  # None while there is contact
+        self._reported_at = -math.inf  # when the last loss was reported
         self._waits = False  # whether the server was not ready
 
     def lost(self, error: LinkError) -> float:
         """Records a failed attempt; returns the seconds to wait before the next one, with exponential backoff.
 
-        Emits one event for consecutive errors with the same text.
+        Emits one event for consecutive errors with the same text, and at most one in 5 seconds of an outage: a server
+        that ends first cancels calls and then refuses connections.
         """
         is_reply = error.code == Code.NOT_READY
         if is_reply:
             self._note_reply()
         elif self._lost_at is None:
             self._lost_at = self._clock.now()
-        if str(error) != self._reason:
+        reported = not is_reply and self._clock.now() - self._reported_at < _ONE_REPORT_SECONDS
+        if str(error) != self._reason and not reported:
             self._reason = str(error)
             if is_reply:
                 self._waits = True
                 text = f"{self._reason}; the device keeps asking"
                 self._events.emit("waiting", 0, text, {"condition": "server"})
             else:
+                self._reported_at = self._clock.now()
                 first = "" if self._known else "no contact since the start: "
                 self._events.emit("lost-contact", 0, f"{first}{self._reason}; the device keeps trying")
         pause = error.after_seconds + _pauses.uniform(self._pause / 2, self._pause)
@@ -72,6 +79,7 @@ class Contact:
             self._events.emit("resumed", 0, "the server is ready", {"condition": "server"})
 
     def _note_reply(self) -> None:
+        self._reported_at = -math.inf
         if self._lost_at is not None:
             seconds = self._clock.now() - self._lost_at
             self._lost_at = None

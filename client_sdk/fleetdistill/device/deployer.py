@@ -327,8 +327,9 @@ class Deployer:
             raise StateError(f"no model was delivered yet to {self._directory}, so there is no version to return to")
         if previous is None:
             raise StateError(
-                f"{self._directory} has no earlier version of the model; the device keeps "
-                f"{self._deployment.keep_versions} (Deployment(keep_versions=...)), and the first delivery is version 1"
+                f"{self._directory} has no earlier version of the model than version {self.version}, which is in use; "
+                f"the device keeps {self._deployment.keep_versions}: pass a larger Deployment(keep_versions=...) to "
+                "keep more of those to come"
             )
         self.versions.request_roll_back(previous, pinned=True)
         self._may_withdraw = True

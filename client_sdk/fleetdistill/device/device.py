@@ -77,7 +77,8 @@ class Device:
 
     Takes part in the foreground (`run`), in a thread (`start`, `stop`, `join`), in the app's own loop (`tick`
     or `step`), or in asyncio (`AsyncDevice`). Any thread may use any member at any time. One thread at a time works on
-    the device: `run`, `start`, `step` and `tick` raise DeviceBusyError while another call of them is in progress.
+    the device: `run`, `start`, `step`, `tick`, `preview` and `forget` raise DeviceBusyError while another call of them
+    is in progress.
 
     Args:
         server: `"host:port"` of the aggregation server, a `Link`, or `Server`, which names a run and a token, too.

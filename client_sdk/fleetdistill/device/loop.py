@@ -229,7 +229,7 @@ class Turns:
         text = plain(reason)
         if not self._deployer.version:
             text += "; the app's own model is in use, because no model was delivered that replaced it, and the run "
-            text += "delivers none any more: its operator can continue it with more rounds, or without an end (rounds = 0)"
+            text += "delivers none any more: its operator can continue it with more rounds, or without end (rounds = 0)"
         self._events.emit("finished", 0, text)
 
 
@@ -403,6 +403,8 @@ class Loop:
         try:
             with control_flow_as_errors("run"):
                 self._run()
+            if _exit.began:
+                self._turns.leave()  # so that no round waits for this device
         except BaseException as error:
             if not _exit.began:
                 self._events.emit_failed(error)

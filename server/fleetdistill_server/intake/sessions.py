@@ -140,10 +140,10 @@ class Sessions:
         run = self.run_name(identity.run)
         known = self._store.devices.get(run, identity.device)
         if known is None or not hmac.compare_digest(known.secret_hash, hash_name(identity.secret)):
-            # A server restored from a backup may not contain the device any more; the device then checks in again.
-            details = {"check_in": "again"} if known is None else None
-            text = f"device {identity.device!r} is not checked in with this secret"
-            raise RefusedError(Code.BAD_IDENTITY, text, details)
+            text = f"the server has no check-in of device {identity.device!r} with this secret"
+            if known is None:  # such as a server whose store was restored from a backup
+                raise RefusedError(Code.BAD_IDENTITY, f"{text}; it must check in again", {"check_in": "again"})
+            raise RefusedError(Code.BAD_IDENTITY, text)
         self.renew(run, identity.device)
         if not known.is_present and known.forget_asked_at is None:
             self.mark_present(run, identity.device)

@@ -51,7 +51,11 @@ def vectors() -> dict[str, list[dict[str, Any]]]:
         "tokens": [_token()],
         "errors": [
             _error(Code.TOO_MANY, "too many uploads", after_seconds="12.5"),
-            _error(Code.BAD_IDENTITY, "device 'd1' is not checked in with this secret", check_in="again"),
+            _error(
+                Code.BAD_IDENTITY,
+                "the server has no check-in of device 'd1' with this secret; it must check in again",
+                check_in="again",
+            ),
         ],
         "messages": [_message(message) for message in _messages()],
     }
