@@ -66,6 +66,21 @@ def test_rounds_start_at_least_so_long_after_each_other(tmp_path: Path) -> None:
         assert 3600 <= third - second < 3660
 
 
+def test_the_store_knows_until_when_a_run_waits(tmp_path: Path) -> None:
+    with fleet(tmp_path, rounds=2) as (engine, store, _):
+        with pytest.raises(TimeoutError):
+            asyncio.run(engine(300).run())
+        (first,) = starts(store)
+        run = store.runs.existing(RUN)
+        assert (run.waits_until, run.waits_for) == (first + 3600, None)
+        store.run_control.end_wait(RUN)  # as a request to forget a device does
+        with pytest.raises(TimeoutError):
+            asyncio.run(engine(1).run())
+        assert store.runs.existing(RUN).waits_until == first + 3600
+        asyncio.run(engine(5000).run())
+        assert store.runs.existing(RUN).waits_until is None
+
+
 @pytest.mark.parametrize("set_by", [3000.0, -500_000.0], ids=["later", "set back"])
 def test_an_engine_that_starts_again_waits_for_the_rest(set_by: float, tmp_path: Path) -> None:
     """And for `min_round_seconds` if somebody has set the system's clock back meanwhile."""

@@ -32,6 +32,7 @@ from fleetdistill_server.service.wakeups import Ends, make_ends
 from fleetdistill_server.store.run_control import WAIT_SECONDS
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.texts import when
 from fleetdistill_server.views import runs as views
 
 # --- which runs have an engine, without processes
@@ -240,6 +241,40 @@ def test_a_run_that_waits_keeps_an_engine_that_nobody_else_needs(service: Servic
     assert service.runs() == ["a", "c"]
 
 
+def test_a_run_between_two_rounds_lends_its_engine(service: Service) -> None:
+    clock = [time.time()]
+    service.store.database.now = lambda: clock[0]
+    create(service.store, "a", "b", "c")
+    assert service.runs() == ["a", "b"]
+    due = clock[0] + 3600
+    service.store.run_control.begin_wait_until("a", due)
+    assert service.runs() == ["a", "b"], "for a short pause it keeps its engine"
+    clock[0] += WAIT_SECONDS
+    assert service.runs() == ["b", "c"]
+    assert service.status() == {"a": "idle", "b": "preparing", "c": "preparing"}
+    assert service.reasons()["a"] == f"the next round starts at {when(due)}, because of min_round_seconds"
+    check_in(service, "a", "camera-1")
+    assert service.status()["a"] == "idle", "a device does not bring the round forward"
+    service.store.run_control.begin_wait("b", 2)
+    clock[0] = due - 1
+    assert service.runs() == ["b", "c"]
+    clock[0] = due + 1
+    assert service.runs() == ["a", "c"]
+    service.store.run_control.end_wait("a")
+    assert service.status() == {"a": "preparing", "b": "waiting for devices", "c": "preparing"}
+
+
+def test_a_run_between_two_rounds_forgets_at_once(service: Service) -> None:
+    create(service.store, "a", "b", "c")
+    check_in(service, "a", "camera-1")
+    assert service.runs() == ["a", "b"]
+    service.store.run_control.begin_wait_until("a", time.time() + 3600)
+    service.store.database.now = lambda: time.time() + WAIT_SECONDS
+    assert service.runs() == ["b", "c"]
+    service.store.devices.ask_to_forget("a", "camera-1")
+    assert service.status()["a"] == "queued (1 of 1)"
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -409,5 +444,5 @@ def test_a_run_whose_devices_do_not_come_blocks_no_other(tmp_path: Path) -> None
         stack.enter_context(AnsweringFleet(port, "first", 2))
         wait_until(lambda: status("first") == "finished", "the first run, whose devices have come")
         lines = [line for line in "".join(running.said).splitlines() if "run=first" in line]
-    for text in ("waiting for 2 devices to be present", "the run gives up its engine: it waits for devices"):
+    for text in ("waiting for 2 devices to be present", "the run gives up its engine while it waits"):
         assert sum(text in line for line in lines) >= 1

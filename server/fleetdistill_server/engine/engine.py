@@ -293,6 +293,10 @@ class Engine:
             self.forget()
             self._reload_if_changed()
             if (left := start_at - now()) > 0:
+                if self._stored().waits_until != start_at:  # also after a request to forget a device has ended the wait
+                    with self._store.transaction():
+                        self._store.runs.assert_owner(self._name, self.token)
+                        self._store.run_control.begin_wait_until(self._name, start_at)
                 await self._waker.wait(min(left, POLL_SECONDS))
                 continue
             profiles = self._present()

@@ -71,7 +71,7 @@ class Reconciliation:
             if engine is None or later.engine != engine.token:
                 continue
             if self._store.run_control.release(engine.run, engine.token):
-                logger.info("the run gives up its engine: it waits for devices", extra=about(run=engine.run))
+                logger.info("the run gives up its engine while it waits", extra=about(run=engine.run))
             else:  # its devices have come in this moment
                 needed[engine.run] = later
         for name, engine in known.items():

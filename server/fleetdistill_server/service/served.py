@@ -21,7 +21,7 @@ class Served:
     Attributes:
         runs: Runs that have an engine.
         queued: Runs that wait only for an engine, in order.
-        waiting: Runs that wait for devices, or for a change of them, without an engine.
+        waiting: Runs that wait for devices, a change of them, or the time of the next round, without an engine.
         hanging: Runs whose engine hangs.
     """
 
@@ -67,9 +67,12 @@ def may_be_present(directory: Path, store: Store) -> bool:
 
 
 def queue_of(found: Serving, store: Store) -> dict[str, bool]:
-    """Returns the runs that a server works on, or will, in order, each with whether it waits for devices."""
+    """Returns the runs that a server works on, or will, in order, each with whether it waits, and not for an engine."""
     if not found.run:
-        return {run.name: run.waits_for is not None for run in store.run_control.queue()}
+        now = store.database.now()
+        return {
+            run.name: run.waits_for is not None or (run.waits_until or 0.0) > now for run in store.run_control.queue()
+        }
     # The server of the engine's machine registers the only run.
     status = store.runs.status(found.run)
     return {found.run: False} if status is None or status in ACTIVE else {}
@@ -86,4 +89,6 @@ def state_of(run: Run, served: Served) -> str:
         return run.status
     if run.waits_for is not None:
         return WAITING if run.waits_for else IDLE
-    return QUEUED if run.name in served.queued else run.status
+    if run.name in served.queued:
+        return QUEUED
+    return run.status if run.waits_until is None else IDLE

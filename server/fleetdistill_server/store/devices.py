@@ -14,6 +14,8 @@ HAS_ITS_DEVICES = (
     "AND forget_asked_at IS NULL))"
 )
 """Condition on a row of `runs` that waits for a number of devices: they are present."""
+WAITS_NO_MORE = "waits_since = NULL, waits_for = NULL, waits_until = NULL"
+"""Assignments to a row of `runs` that ends its wait."""
 
 
 _MAX_NAMES = 500
@@ -147,8 +149,8 @@ class Devices:
     def _end_wait(self, run: str, condition: str = f"(waits_for = 0 OR {HAS_ITS_DEVICES})") -> None:
         """Ends a run's wait for devices after a change; without an engine, it joins the end of the queue."""
         self._db.write(
-            "UPDATE runs SET queued_at = CASE WHEN engine IS NULL THEN ? ELSE queued_at END, waits_since = NULL, "
-            f"waits_for = NULL WHERE name = ? AND waits_since IS NOT NULL AND {condition}",
+            f"UPDATE runs SET queued_at = CASE WHEN engine IS NULL THEN ? ELSE queued_at END, {WAITS_NO_MORE} "
+            f"WHERE name = ? AND waits_since IS NOT NULL AND {condition}",
             *(self._db.now(), run),
         )
 

@@ -40,9 +40,10 @@ class Run:
         paused_at: Time of the pause, until an engine continues the run; None if it is not paused.
         keep_rounds: Number of the newest closed rounds whose payloads are kept.
         kept_from: First round that `runs prune` kept.
-        waits_since: Since when the run waits for devices; None if it does not wait.
+        waits_since: Since when the run waits; None if it does not wait.
         waits_for: Number of devices that must be present before the run continues; 0 if it waits for any change of its
-            devices, None if it does not wait.
+            devices, None if it does not wait for devices.
+        waits_until: Time before which `min_round_seconds` allows no round; None if the run does not wait for it.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Run:
     kept_from: int
     waits_since: float | None
     waits_for: int | None
+    waits_until: float | None
 
     @classmethod
     def from_row(cls, row: Row) -> Run:
@@ -82,6 +84,7 @@ class Run:
             kept_from=row["kept_from"],
             waits_since=row["waits_since"],
             waits_for=row["waits_for"],
+            waits_until=row["waits_until"],
         )
 
     @property

@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fleetdistill_server.store.database import Database
-from fleetdistill_server.store.devices import HAS_ITS_DEVICES
+from fleetdistill_server.store.devices import HAS_ITS_DEVICES, WAITS_NO_MORE
 from fleetdistill_server.store.history import History
 from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.states import ACTIVE, RunStatus, check_run_change, sql_list
 from fleetdistill_server.texts import shorten
 
 WAIT_SECONDS = 5.0
-"""Seconds for which a run waits for devices before it gives up its engine to another run."""
+"""Seconds for which a run waits before it gives up its engine to another run."""
 _IS_ACTIVE = f"status IN ({sql_list(ACTIVE)})"
 
 
@@ -74,32 +74,41 @@ class RunControl:
 
         Runs that have waited for `WAIT_SECONDS` are last, of these first those that have an engine.
         """
-        waits = "waits_since <= ?"
+        waits = "waits_since <= ? AND (waits_until IS NULL OR waits_until > ?)"
+        now = self._db.now()
         rows = self._db.rows(
             f"SELECT * FROM runs WHERE {_IS_ACTIVE} AND setup IS NOT NULL "
             f"ORDER BY CASE WHEN {waits} THEN CASE WHEN engine IS NULL THEN 2 ELSE 1 END ELSE 0 END, "
-            "coalesce(queued_at, created_at), name",
-            self._db.now() - WAIT_SECONDS,
+            "coalesce(waits_until, queued_at, created_at), name",
+            *(now - WAIT_SECONDS, now),
         )
         return [Run.from_row(row) for row in rows]
 
     def begin_wait(self, name: str, devices: int) -> None:
         """Records that a run waits until `devices` devices are present, or for 0 until its devices change."""
+        self._begin_wait(name, devices, None)
+
+    def begin_wait_until(self, name: str, until: float) -> None:
+        """Records that a run waits until a time, in seconds since 1970."""
+        self._begin_wait(name, None, until)
+
+    def _begin_wait(self, name: str, devices: int | None, until: float | None) -> None:
         self._db.write(
-            "UPDATE runs SET waits_since = coalesce(waits_since, ?), waits_for = ? WHERE name = ?",
-            *(self._db.now(), devices, name),
+            "UPDATE runs SET waits_since = coalesce(waits_since, ?), waits_for = ?, waits_until = ? WHERE name = ?",
+            *(self._db.now(), devices, until, name),
         )
 
     def end_wait(self, name: str) -> None:
         """Records that a run no longer waits."""
-        self._db.write("UPDATE runs SET waits_since = NULL, waits_for = NULL WHERE name = ?", name)
+        self._db.write(f"UPDATE runs SET {WAITS_NO_MORE} WHERE name = ?", name)
 
     def release(self, name: str, token: str) -> bool:
-        """Takes a run that waits for devices from its engine; False if it no longer waits or has another engine."""
+        """Takes a run that waits from its engine; False if it no longer waits or has another engine."""
+        now = self._db.now()
         changed = self._db.write(
             f"UPDATE runs SET engine = NULL WHERE name = ? AND engine = ? AND {_IS_ACTIVE} AND waits_since <= ? "
-            f"AND NOT {HAS_ITS_DEVICES}",
-            *(name, token, self._db.now() - WAIT_SECONDS),
+            f"AND (waits_until > ? OR waits_until IS NULL AND NOT {HAS_ITS_DEVICES})",
+            *(name, token, now - WAIT_SECONDS, now),
         )
         return bool(changed)
 
@@ -114,8 +123,7 @@ class RunControl:
             status = RunStatus.PREPARING if is_new else RunStatus.RUNNING
             check_run_change(self._db, name, status)
             self._db.write(
-                "UPDATE runs SET status = ?, reason = ?, queued_at = ?, waits_since = NULL, waits_for = NULL "
-                "WHERE name = ?",
+                f"UPDATE runs SET status = ?, reason = ?, queued_at = ?, {WAITS_NO_MORE} WHERE name = ?",
                 *(status, reason, self._db.now(), name),
             )
 

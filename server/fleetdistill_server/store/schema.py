@@ -31,8 +31,9 @@ CREATE TABLE runs (
     setup TEXT,  -- JSON of the complete run.toml, from which the engine starts
     queued_at REAL,  -- time of the last start or resumption, the order in which runs are given an engine
     paused_at REAL,  -- time of the pause, until an engine continues the run; it extends the deadlines of open asks
-    waits_since REAL,  -- since when the run waits for devices; NULL if it does not. It gives up its engine if asked to
-    waits_for INTEGER  -- how many devices must be present; 0 for any change of the run's devices
+    waits_since REAL,  -- since when the run waits; NULL if it does not. It gives up its engine if asked to
+    waits_for INTEGER,  -- how many devices must be present; 0 for any change of the run's devices
+    waits_until REAL  -- time before which min_round_seconds allows no round; NULL if the run does not wait for it
 );
 CREATE TABLE devices (
     run TEXT,

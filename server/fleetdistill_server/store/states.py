@@ -98,7 +98,7 @@ ACTIVE = (RunStatus.PREPARING, RunStatus.RUNNING)
 JOINABLE = (*ACTIVE, RunStatus.PAUSED)
 """Statuses of the runs that devices without a run's name can join."""
 QUEUED, WAITING, IDLE = "queued", "waiting for devices", "idle"
-"""What people are shown of an active run that waits: for an engine, for devices, or for a change of its devices."""
+"""What people are shown of an active run that waits: for an engine, for devices, or for a change or its next round."""
 DEADLINE_PASSED = "deadline passed"
 """Reason stored for an ask that was not answered before its deadline."""
 NO_SPACE = "refused: no space on the disk"

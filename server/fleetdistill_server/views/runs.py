@@ -17,7 +17,7 @@ from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.served import NOT_SERVED, Served, state_of
 from fleetdistill_server.store.records import Device, Event, Replacements, ReportedFigure, Run, Upload
 from fleetdistill_server.store.run_figures import RoundFigures, round_figures
-from fleetdistill_server.store.states import ACTIVE, QUEUED, WAITING, RunStatus, UploadStatus
+from fleetdistill_server.store.states import ACTIVE, IDLE, QUEUED, WAITING, RunStatus, UploadStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
 from fleetdistill_server.texts import counted, round_or_none, to_json, when
@@ -204,12 +204,17 @@ def contract_of(run: Run) -> contract_pb2.Contract:
 
 def run_row(store: Store, run: Run, served: Served, *, present: bool = True) -> TableRow:
     """Returns the summary of a run: `devices` have ever checked in, and `present` are checked in now."""
-    waits = run.waits_for if served.includes(run.name) and state_of(run, served) == WAITING else None
+    state = state_of(run, served) if served.includes(run.name) else ""
+    waits = ""
+    if state == WAITING and run.waits_for:
+        waits = _needs(run.waits_for)
+    elif state == IDLE and run.waits_until is not None:
+        waits = f"the next round starts at {when(run.waits_until)}, because of min_round_seconds"
     return {
         "run": run.name,
         "method": run.method,
         "status": shown_status(run, served),
-        "reason": _reason(run) or (_needs(waits) if waits is not None else ""),
+        "reason": _reason(run) or waits,
         "completed_rounds": run.completed_rounds,
         "wanted_rounds": run.max_rounds,
         "present": len(store.devices.present(run.name)) if present else 0,
