@@ -141,7 +141,11 @@ BEAT = _gauge(
     "Last heartbeat of a run's engine, one a second, also while it trains; absent while it starts or does not run.",
     "run",
 )
-UP = _gauge("process_up", "Whether a process of the server runs: 1 or 0.", "process", "run")
+UP = _gauge(
+    "process_up",
+    "1 for a process of the server that runs; 0 for others, and for a front that fails again and again.",
+    *("process", "run"),
+)
 RESTARTS = _counter("process_restarts", "Restarts of a process since the server was started.", "process", "run")
 MEMORY = _gauge("process_resident_memory_bytes", "Memory of a process, with its children's.", *("process", "run"))
 CPU = _counter(

@@ -82,7 +82,7 @@ class MachineCollector:
             self._store, [process.run for process in processes if process.name == ENGINE and process.pid is not None]
         )
         for process in processes:
-            samples.add(catalogue.UP, int(process.pid is not None), process.name, process.run)
+            samples.add(catalogue.UP, int(process.works), process.name, process.run)
             samples.add(catalogue.RESTARTS, process.restarts, process.name, process.run)
             if process.pid is not None:
                 _add_use(samples, process, process.pid)

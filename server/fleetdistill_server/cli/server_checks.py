@@ -33,6 +33,7 @@ from fleetdistill_server.cli.serve_checks import (
 from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.config.server_config import ServerSection, load_server_config
 from fleetdistill_server.security.pki import SERVER
+from fleetdistill_server.service.process_state import FRONT, last_processes
 from fleetdistill_server.service.processes import hard_limit_of_files
 from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.checks import check_schema, is_current
@@ -140,6 +141,9 @@ def _ports(server: ServerSection) -> Found:
     if serving(Path(server.store)) is None:
         check_ports(server)
         yield OK, "free"
+        return
+    if any(process.name == FRONT and process.problems() for process in last_processes(Path(server.store))):
+        yield ERROR, f"the server does not listen on {server.listen}; see its processes above"
         return
     host, _, port = server.listen.rpartition(":")
     if port == "0":

@@ -7,12 +7,17 @@ import asyncio
 import logging
 from pathlib import Path
 
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, FleetDistillError, RunError
 from fleetdistill_server.config.server_config import load_server_config
 from fleetdistill_server.front.server import serve
 from fleetdistill_server.front.tls import Ports
 from fleetdistill_server.logs import LogFormat, LogLevel, configure
-from fleetdistill_server.service.processes import EXIT_CONFIGURATION, allow_open_files, end_with_parent
+from fleetdistill_server.service.processes import (
+    EXIT_CANNOT_LISTEN,
+    EXIT_CONFIGURATION,
+    allow_open_files,
+    end_with_parent,
+)
 from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.tracing.spans import check_traces
 
@@ -37,10 +42,20 @@ def main() -> int:
         config = load_server_config(options.config)
         check_traces(config.server.traces)
     except ConfigurationError as error:
-        logger.error("%s", error)
-        return EXIT_CONFIGURATION
+        return _fail(error, EXIT_CONFIGURATION)
     server = config.server.on_ports(options.port, options.enrol_port)
-    return asyncio.run(serve(server, config.limits, options.wakeups, _print_ports))
+    try:
+        asyncio.run(serve(server, config.limits, options.wakeups, _print_ports))
+    except RunError as error:
+        return _fail(error, EXIT_CANNOT_LISTEN)
+    return 0
+
+
+def _fail(error: FleetDistillError, status: int) -> int:
+    """Logs why the front ends, and tells the supervisor, which shows it to operators; returns the exit status."""
+    logger.error("%s", error)
+    print(f"failed {' '.join(str(error).split())}", flush=True)
+    return status
 
 
 def _print_ports(ports: Ports) -> None:

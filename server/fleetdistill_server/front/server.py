@@ -22,7 +22,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from fleetdistill.errors import ConfigurationError, NoSpaceError, StoreError, StoreUnavailableError, in_words
+from fleetdistill.errors import (
+    ConfigurationError,
+    NoSpaceError,
+    RunError,
+    StoreError,
+    StoreUnavailableError,
+    in_words,
+)
 from fleetdistill.wire.compression import compression_of
 from fleetdistill.wire.v1 import enrolment_pb2, operations_pb2, service_pb2, service_pb2_grpc
 from fleetdistill_server.config.limits import Limits
@@ -37,7 +44,7 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.logs import Interruption
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.service.heartbeat import BEAT_SECONDS, FRONT_FILE, beat
-from fleetdistill_server.service.processes import EXIT_CANNOT_LISTEN, open_files
+from fleetdistill_server.service.processes import open_files
 from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.service.wakeups import POLL_SECONDS, Ends, Wakeups
 from fleetdistill_server.store.blobs import disk_errors
@@ -100,8 +107,8 @@ def open_api(
         writer.close()
 
 
-async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callable[[Ports], None]) -> int:
-    """Serves until SIGINT or SIGTERM, and returns the exit status. Calls `ready` with the bound ports."""
+async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callable[[Ports], None]) -> None:
+    """Serves until SIGINT or SIGTERM. Calls `ready` with the bound ports. Raises RunError if it cannot listen."""
     directory = Path(config.store)
     tls = config.tls()
     loop = asyncio.get_running_loop()
@@ -129,11 +136,9 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
         except RuntimeError:
             where = config.listen if tls is None else f"{config.listen} and {tls.enrol_listen}"
             text = "the address is in use or not this machine's; set another in [server] listen or enrol_listen"
-            logger.error("cannot listen on %s: %s", where, text)
-            return EXIT_CANNOT_LISTEN
+            raise RunError(f"cannot listen on {where}: {text}") from None
         except ConfigurationError as error:
-            logger.error("cannot listen on %s: %s", config.listen, error)
-            return EXIT_CANNOT_LISTEN
+            raise RunError(f"cannot listen on {config.listen}: {error}") from error
         if tls is not None:
             add_services(server, enrolment, config, api, pool, tls, ports, guard)
             await enrolment.start()
@@ -154,7 +159,6 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
         wakeups.close()
     if spans is not None:
         spans.close()
-    return 0
 
 
 def _open_meter(config: ServerSection) -> Meter | None:

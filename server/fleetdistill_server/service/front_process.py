@@ -20,6 +20,12 @@ from fleetdistill_server.service.wakeups import Ends
 logger = logging.getLogger("fleetdistill.server.supervisor")
 FRONT_TIMEOUT_SECONDS = 60.0
 """Seconds without a heartbeat after which a front that has sent one is killed and started again."""
+_STEADY_SECONDS = 10.0
+"""Seconds for which a front must have listened until its earlier failures no longer count."""
+_MAX_PAUSE_SECONDS = 5.0
+"""Longest pause before a front is started again that fails repeatedly."""
+_READ_SECONDS = 1.0
+"""Time limit for reading what a front that has ended printed."""
 
 
 class FrontProcess:
@@ -46,11 +52,16 @@ class FrontProcess:
         self._on_listening = on_listening
         self.port: int | None = None
         self.enrol_port: int | None = None
+        self._failures = 0  # ends in a row of fronts that did not listen for `_STEADY_SECONDS`
+        self._ending = ""  # how the last one ended
+        self._start_at: float | None = None  # when the next one is started
+        self._failure = ""  # what the process said of its end
+        self._listens_since: float | None = None
         self._reset_heartbeat()
         self._child = Child(
             "fleetdistill_server.front", self._arguments, ends, log, front_environment(), keep_output=True
         )
-        self._read_ports()
+        self._reader = self._read_lines()
 
     def look(self) -> tuple[str, str] | None:
         """Starts the front again if it has exited, or hangs for a minute, and logs that; call this regularly.
@@ -61,36 +72,57 @@ class FrontProcess:
         Raises:
             RunError: It never listened and cannot.
         """
+        if self._start_at is not None:
+            return self._start_again() if time.monotonic() >= self._start_at else None
         code = self._child.process.poll()
         if code is None:
+            if self._is_steady:
+                self._failures = 0
             silent = self._beats.silent_seconds()
             hang = self._beats.log_hang("the front")
             if not self._beats.seen or silent < FRONT_TIMEOUT_SECONDS:
                 return (PROCESS_HANGS, hang) if hang else None
             self._child.process.kill()  # only SIGKILL ends a stopped process
             self._child.process.wait()
-            ending = f"the front sent no heartbeat for {silent:.0f} s and was killed"
+            self._ending = f"the front sent no heartbeat for {silent:.0f} s and was killed"
         elif code == EXIT_CANNOT_LISTEN and self.port is None:
             raise RunError(f"see {self._log or 'the log above'}")
         else:
-            ending = ending_in_words("the front", code)
-        logger.warning("%s; restarting it", ending)
+            self._reader.join(_READ_SECONDS)
+            self._ending = f"the front {self._failure}" if self._failure else ending_in_words("the front", code)
+        self._failures += 1
+        logger.warning("%s; restarting it", self._ending)
+        if self._failures == 1:
+            return self._start_again()
+        self._start_at = time.monotonic() + min(0.2 * 2**self._failures, _MAX_PAUSE_SECONDS)
+        return None
+
+    def _start_again(self) -> tuple[str, str]:
         # Devices use these ports, even if the system assigned them at the first start.
         known = {"--port": self.port, "--enrol-port": self.enrol_port}
         self._child.arguments = [
             *self._arguments,
             *(f"{option}={port}" for option, port in known.items() if port is not None),
         ]
-        time.sleep(min(0.2 * (self._child.restarts + 1), 2.0))
+        self._start_at = None
         self._reset_heartbeat()
         self._child.start_again()
-        self._read_ports()
-        return FRONT_RESTARTED, f"{ending}; it was started again"
+        self._reader = self._read_lines()
+        return FRONT_RESTARTED, f"{self._ending}; it was started again"
+
+    @property
+    def _is_steady(self) -> bool:
+        """Whether the front has listened for a while."""
+        return self._listens_since is not None and time.monotonic() - self._listens_since >= _STEADY_SECONDS
 
     def state(self) -> ProcessState:
         """Returns what metrics say of the process."""
         state = self._child.state(FRONT)
-        return replace(state, hangs=self._beats.hangs if state.pid is not None else "")
+        waits = ""
+        if self._failures > 1 and not (state.pid is not None and self._is_steady):
+            last = self._ending.removeprefix("the front ")
+            waits = f"has failed {self._failures} times without working for {_STEADY_SECONDS:g} s; last time, it {last}"
+        return replace(state, waits=waits, hangs=self._beats.hangs if state.pid is not None else "")
 
     def stop(self, at_once: bool) -> None:
         """Ends the process."""
@@ -100,17 +132,24 @@ class FrontProcess:
         clear_heartbeat(self._store, FRONT_FILE)
         self._beats = HeartbeatMonitor(self._store, file=FRONT_FILE)
 
-    def _read_ports(self) -> None:
-        """Reads the ports that the front prints: `enrolling PORT` (with TLS only), then `listening PORT`."""
+    def _read_lines(self) -> threading.Thread:
+        """Reads what the front prints: `enrolling PORT` (with TLS only), then `listening PORT`; or `failed TEXT`."""
         stdout = self._child.process.stdout
         assert stdout is not None
+        self._failure, self._listens_since = "", None
 
         def read() -> None:
             for line in stdout:
-                if line.startswith("enrolling "):
-                    self.enrol_port = int(line.split()[1])
-                if line.startswith("listening "):
-                    self.port = int(line.split()[1])
-                    self._on_listening(self.port)
+                what, _, value = line.strip().partition(" ")
+                match what:
+                    case "enrolling":
+                        self.enrol_port = int(value)
+                    case "listening":
+                        self.port, self._listens_since = int(value), time.monotonic()
+                        self._on_listening(self.port)
+                    case "failed":
+                        self._failure = value
 
-        threading.Thread(target=read, daemon=True).start()
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        return thread

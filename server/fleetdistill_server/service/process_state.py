@@ -37,7 +37,7 @@ class ProcessState:
         restarts: How often it was restarted since the server was started.
         hangs: Time of its last heartbeat if there was none for 10 s; else empty.
         waits: Why a process that does not run is started again later, such as `has failed`, or that one that runs has
-            failed repeatedly and made no progress since; else empty.
+            failed repeatedly and made no progress since; else empty. A front with it serves nobody.
     """
 
     name: str
@@ -47,12 +47,18 @@ class ProcessState:
     hangs: str = ""
     waits: str = ""
 
+    @property
+    def works(self) -> bool:
+        """Whether the process runs, and is not a front that fails again and again."""
+        return self.pid is not None and not (self.name == FRONT and self.waits)
+
     def problems(self) -> list[str]:
         """Returns what is wrong with the process, in sentences."""
         result = []
-        if self.name == FRONT and self.pid is None:
-            result.append("the front does not run, so no device can call; the supervisor starts it again")
-        if self.waits:
+        if self.name == FRONT and (self.waits or self.pid is None):
+            what = self.waits or "does not run"
+            result.append(f"the front {what}, so no device can call; the supervisor starts it again")
+        elif self.waits:
             result.append(f"the engine of run {self.run!r} {self.waits}")
         if self.hangs:
             result.append(_HANGS[self.name].format(run=self.run, pid=self.pid, since=self.hangs))
