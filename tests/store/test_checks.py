@@ -87,6 +87,28 @@ def test_a_damaged_database_is_refused_before_anything_starts(part: str, directo
     assert "`fleetdistill restore`" in refused(directory)
 
 
+@pytest.mark.parametrize("byte", [b"\xff", b"\x5a"])
+def test_no_damaged_page_is_a_traceback(byte: bytes, directory: Path) -> None:
+    path, config = directory / "store.sqlite", directory.parent / "server.toml"
+    config.write_text(f'[server]\nlisten = "127.0.0.1:0"\nstore = "{directory}"\n')
+    whole = path.read_bytes()
+    for page in range(min(30, len(whole) // PAGE)):
+        path.write_bytes(whole[: page * PAGE] + byte * PAGE + whole[(page + 1) * PAGE :])
+        commands = (["serve", "--check"], ["doctor"], ["runs", "list", "--store"])
+        said = [
+            CliRunner().invoke(app, [*command, str(directory if command[0] == "runs" else config)])
+            for command in commands
+        ]
+        for command, done in zip(commands, said, strict=True):
+            assert isinstance(done.exception, SystemExit | None), (page, command, done.exception)
+        check, doctor, _ = said
+        assert (check.exit_code, doctor.exit_code) == (1, 1), page
+        assert "the database store.sqlite is damaged (" in check.output, page
+        assert "the database store.sqlite is damaged (" in doctor.output, page
+    path.write_bytes(whole)
+    assert CliRunner().invoke(app, ["serve", "--check", str(config)]).exit_code == 0
+
+
 def test_a_store_of_a_later_version_is_refused(directory: Path) -> None:
     with later_version():
         Store.open(directory).close()

@@ -64,13 +64,15 @@ class Finding:
 
 
 def findings(name: str, check: Callable[[], Iterable[tuple[str, str]]]) -> list[Finding]:
-    """Runs a check that yields levels and texts; an error of fleetdistill becomes a finding."""
+    """Runs a check that yields levels and texts; an error of fleetdistill or of a file becomes a finding."""
     result = []
     try:
         for level, text in check():
             result.append(Finding(name, level, text))
     except FleetDistillError as error:
         result.append(Finding(name, ERROR, str(error)))
+    except OSError as error:
+        result.append(Finding(name, ERROR, in_words(error)))
     return result
 
 

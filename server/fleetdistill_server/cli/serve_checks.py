@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fleetdistill.errors import ConfigurationError, FleetDistillError, in_words
+from fleetdistill.errors import ConfigurationError, FleetDistillError, StoreError, in_words
+from fleetdistill.link.credentials import AUTHORITIES
 from fleetdistill.link.grpc_link import is_loopback
 from fleetdistill.methods.classstats_private.merge import rows_needed
 from fleetdistill.methods.classstats_secure.config import CERTIFICATES, SumSettings
@@ -68,6 +70,55 @@ def check_security(server: ServerSection, insecure: bool) -> str:
             "allow plain text with --insecure"
         )
     return f"serving in plain text on {server.listen}; anyone on the network path can read and modify the traffic"
+
+
+def without_access(server: ServerSection) -> list[str]:
+    """Returns a sentence about the first place of the store, and of the PKI, that this user cannot use."""
+    store, tls = Path(server.store), server.tls()
+    places: list[tuple[Path, Iterable[Path], int]] = [(store, _in_store(store), os.R_OK | os.W_OK)]
+    if tls is not None:
+        places.append((tls.directory, (tls.directory, tls.directory / SERVER, tls.directory / AUTHORITIES), os.R_OK))
+    result = []
+    for root, paths, mode in places:
+        if path := next((path for path in paths if not _may_use(path, mode)), None):
+            lacks = "written" if mode & os.W_OK else "read"
+            result.append(
+                f"{path} cannot be {lacks} by this user{_owner_of(path)}; run `chown -R USER {root}` as root with the "
+                "server's user, `chmod -R u+rwX` if its mode is the reason, and fleetdistill's commands as this user"
+            )
+    return result
+
+
+def _in_store(store: Path) -> Iterator[Path]:
+    """Yields a store's directories and the files of its first level, each before what it contains."""
+    yield store
+    if store.is_dir():
+        for path in sorted(store.iterdir()):
+            yield path
+            if path.is_dir():
+                yield from (inner for inner in sorted(path.iterdir()) if inner.is_dir())
+
+
+def _may_use(path: Path, mode: int) -> bool:
+    effective = os.access in os.supports_effective_ids
+    try:
+        mode |= os.X_OK if path.is_dir() else 0
+        return os.access(path, mode, effective_ids=effective) or not path.exists()
+    except PermissionError:
+        return False
+
+
+def _owner_of(path: Path) -> str:
+    try:
+        return f" (owner {path.owner()}, mode {stat.S_IMODE(path.stat().st_mode):o})"
+    except (OSError, KeyError):
+        return ""
+
+
+def check_access(server: ServerSection) -> None:
+    """Raises ConfigurationError if this user cannot use the store or the PKI."""
+    if found := without_access(server):
+        raise ConfigurationError("; ".join(found))
 
 
 def check_store_is_there(server: ServerSection) -> None:
@@ -195,7 +246,7 @@ def not_in_use(path: Path) -> str:
 
 def service_problems(server: ServerSection, insecure: bool) -> list[str]:
     """Returns every error that prevents a server of many runs from starting; nothing is stored."""
-    return _failures(*_of_server(server, "", insecure), lambda: _open_existing(server))
+    return _failures(*_of_server(server, "", insecure))
 
 
 def warnings(server: ServerSection) -> list[str]:
@@ -218,6 +269,7 @@ def _of_server(server: ServerSection, run: str, insecure: bool) -> tuple[Callabl
         lambda: check_security(server, insecure),
         lambda: _raise_first(not_valid(server)),
         lambda: _raise_first(disk_problems(server, Path(server.store))),
+        lambda: _check_database(server),
     )
     own = _own_addresses(server, run)
     ports = {setting: address for setting, address in _addresses(server).items() if address not in own}
@@ -231,6 +283,8 @@ def _failures(*checks: Callable[[], object]) -> list[str]:
             check()
         except FleetDistillError as error:
             result.append(str(error))
+        except OSError as error:
+            result.append(in_words(error))
     return list(dict.fromkeys(result))
 
 
@@ -341,13 +395,16 @@ def check_addresses(server: ServerSection) -> None:
         known[address] = setting
 
 
-SERVER_CHECKS = (check_extras, check_store_is_there, check_keys, check_addresses)
+SERVER_CHECKS = (check_extras, check_access, check_store_is_there, check_keys, check_addresses)
 """Checks of `[server]` that each start makes, in their order; `serve --check` makes further ones."""
 
 
 def _own_addresses(server: ServerSection, run: str) -> Collection[str]:
     """Returns the addresses in use by the server that works on the run now, or on all runs."""
-    if not is_served(Path(server.store), run):
+    try:
+        if not is_served(Path(server.store), run):
+            return ()
+    except StoreError:  # the check of access says why
         return ()
     started = last_served(Path(server.store))
     return _addresses(server if started is None else started.server).values()
@@ -408,9 +465,11 @@ def _progress(config: RunConfig) -> str:
     return f"{run.status}, {counted(run.completed_rounds, 'round')} completed"
 
 
-def _open_existing(server: ServerSection) -> None:
-    with _existing_store(server):
-        pass
+def _check_database(server: ServerSection) -> None:
+    """Reads the whole database, as a start does. Raises StoreError if it is damaged."""
+    with _existing_store(server) as store:
+        if store is not None:
+            store.check()
 
 
 @contextlib.contextmanager

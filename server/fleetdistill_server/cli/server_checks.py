@@ -19,16 +19,18 @@ from fleetdistill.device.doctor import (
     findings,
     versions,
 )
-from fleetdistill.errors import ConfigurationError, DamagedError, StoreError, in_words
+from fleetdistill.errors import ConfigurationError, DamagedError, FleetDistillError, StoreError, in_words
 from fleetdistill.link.credentials import AUTHORITIES, split
 from fleetdistill.state.durable import open_to_others
 from fleetdistill_server.cli.serve_checks import (
     check_extras,
     check_ports,
     check_security,
+    check_store_is_there,
     in_use,
     not_in_use,
     readable_keys,
+    without_access,
 )
 from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.config.server_config import ServerSection, load_server_config
@@ -70,12 +72,16 @@ def examine(
     result = findings("versions", lambda: [(OK, versions(_PACKAGES))])
     result += findings("settings", lambda: _settings(path))
     try:
-        server = in_use(load_server_config(path)).server  # of which the next checks say what is wrong
+        config = load_server_config(path)
     except ConfigurationError:
         return result  # the previous check has its message
+    server = config.server
+    with contextlib.suppress(FleetDistillError):  # the next checks say what is wrong with the store
+        server = in_use(config).server
     checks: dict[str, Callable[[], Found]] = {
         "extras": lambda: _extras(server),
         "processes": lambda: _processes(server, path),
+        "access": lambda: _access(server),
         "ports": lambda: _ports(server),
         "TLS": lambda: _tls(server, insecure, clock()),
         "disk": lambda: _disk(server),
@@ -135,6 +141,13 @@ def _read(server: ServerSection, read: Callable[[Store], list[str]]) -> list[str
             with contextlib.closing(database):
                 return read(Store(database, blobs)) if is_current(database) else []
     return []
+
+
+def _access(server: ServerSection) -> Found:
+    found = without_access(server)
+    yield from ((ERROR, text) for text in found)
+    if not found:
+        yield OK, "this user can use the store" + ("" if server.tls() is None else " and the PKI")
 
 
 def _ports(server: ServerSection) -> Found:
@@ -234,6 +247,7 @@ def store_findings(server: ServerSection, now: float, *, quick: bool) -> Found:
     """
     directory = Path(server.store)
     location = Location.of(server)
+    check_store_is_there(server)
     if not has_store(directory):
         yield OK, f"there is no store in {directory} yet; `fleetdistill serve` creates it"
         return

@@ -90,17 +90,19 @@ class SqliteDatabase(Database):
             )
 
     def applied_migrations(self) -> list[str]:
-        return [item.name for item in migrations.applied(self.tables)]
+        with self._lock, database_errors():
+            return [item.name for item in migrations.applied(self.tables)]
 
     def migrate(self) -> None:
-        migrations.apply(self.tables)
+        with self._lock, database_errors():
+            migrations.apply(self.tables)
 
     def check(self) -> None:
         """Reads the whole database. Raises StoreError if it is damaged."""
         with self._lock, database_errors():
             result = [next(iter(row.values())) for row in self.tables.query("PRAGMA quick_check(1)")]
         if result != ["ok"]:
-            raise StoreError(f"the database store.sqlite is damaged ({result[0]}). {RECOVERY}")
+            raise StoreError(f"the database store.sqlite is damaged ({' '.join(str(result[0]).split())}). {RECOVERY}")
 
     def compact(self) -> None:
         """Cuts the pages of deleted rows off the file, in steps between which other processes can write."""
