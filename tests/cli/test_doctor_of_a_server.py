@@ -24,7 +24,7 @@ from fleetdistill_server.cli.server_checks import examine
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.service import serve_lock
-from fleetdistill_server.service.process_state import ENGINE, ProcessFile, ProcessState
+from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessFile, ProcessState
 from fleetdistill_server.store.store import Store
 
 
@@ -108,6 +108,24 @@ def test_a_run_that_stopped_after_a_failure_is_named(store: Store, tmp_path: Pat
     (warning,) = said(path, "warning")
     assert f"processes: no server uses the store {tmp_path / 'store'}" in said(path, "ok")
     assert warning.startswith("processes: run 'digits' stopped after a failure at 20")
+
+
+def test_a_front_that_fails_does_not_listen(store: Store, tmp_path: Path) -> None:
+    """Whoever else listens on its port."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, serve_lock.take(tmp_path / "store", ""):
+        path = write_config(tmp_path, listen=f"127.0.0.1:{taken.getsockname()[1]}")
+        waits = "has failed 7 times without working for 10 s; last time, it cannot listen"
+        ProcessFile(tmp_path / "store").write([ProcessState(FRONT, "", 4, 7, waits=waits)])
+        process, ports = said(path)
+    assert process.startswith(f"processes: the front {waits}, so no device can call")
+    assert ports.endswith("see its processes above")
+
+
+def test_a_store_that_the_pki_has_served_is_missed(tmp_path: Path) -> None:
+    make_pki(tmp_path / "pki")
+    serve_lock.note_served_store(tmp_path / "pki", tmp_path / "store")
+    (error,) = said(write_config(tmp_path, pki=str(tmp_path / "pki")))
+    assert error.startswith(f"store: there is no store in {tmp_path / 'store'}, but the PKI {tmp_path / 'pki'} has")
 
 
 def test_server_holding_lock_without_listening_is_named(store: Store, tmp_path: Path) -> None:

@@ -144,6 +144,10 @@ def test_names_of_a_renewed_certificate_are_checked(tmp_path: Path) -> None:
     assert (pki / "server.pem").read_bytes() == before
     names = ["Fleet-1.example.org", "*.example.org", "my_server", "192.0.2.7", "2001:db8::1"]
     done("pki", "renew-server", "--pki", pki, "--names", ", ".join(names))
+    told = CliRunner().invoke(app, ["pki", "renew-server", "--pki", str(pki), "--names", names[0]])
+    assert f"renewed the server's certificate for {names[0]}" in told.stdout
+    assert told.stderr.startswith(f"warning: devices that use {names[1]} or ")
+    done("pki", "renew-server", "--pki", pki, "--names", ", ".join(names))
     assert set(names) <= set(Authority(pki).server_names())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,6 +44,7 @@ from fleetdistill_server.security.revocation import (
 from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.location import has_store
 from fleetdistill_server.store.operator_calls import Outcome
+from fleetdistill_server.views.health import problems_of_processes
 
 __all__ = ["DEFAULT_PKI", "PkiOption", "warn_of_other_run", "warn_without_server"]
 
@@ -117,10 +119,16 @@ def pki_renew_server(
 ) -> None:
     """Renews the server's certificate; a running server reloads it. Example: fleetdistill pki renew-server"""
     authority = Authority(pki)
-    renewed = _list_names(names) or authority.server_names()
+    before = list[str]()
+    with contextlib.suppress(*([ConfigurationError] if names else [])):  # a damaged one is replaced
+        before = authority.server_names()
+    renewed = _list_names(names) or before
     authority.issue_server(renewed, _positive(days))
     _record(store, "RenewServerCertificate", {"names": renewed, "days": days})
-    typer.echo(f"{pki}: renewed the server's certificate; new connections use it")
+    now = authority.server_names()
+    typer.echo(f"{pki}: renewed the server's certificate for {', '.join(now)}; new connections use it")
+    if lost := [name for name in before if name not in now]:
+        typer.echo(f"warning: devices that use {' or '.join(lost)} cannot connect any more", err=True)
 
 
 @pki_app.command("rotate-ca")
@@ -224,6 +232,8 @@ def warn_without_server(directory: Path, run: str = "") -> None:
     served_now = serving(directory)
     if served_now is not None:
         warn_of_other_run(served_now.run, run)
+        for problem in problems_of_processes(directory):
+            typer.echo(f"warning: {problem}", err=True)
     else:
         text = f"warning: no server is running on the store {directory}; use --store to name your server's store"
         typer.echo(f"{text}, or start one with `fleetdistill serve`", err=True)

@@ -77,6 +77,7 @@ def serve(
     from fleetdistill_server.config.run_config import load_run_config
     from fleetdistill_server.config.section import read_toml
     from fleetdistill_server.config.server_config import load_service_config
+    from fleetdistill_server.views.health import disk_problems
 
     try:
         loaded = load_run_config(config) if "run" in read_toml(config) else load_service_config(config)
@@ -102,6 +103,8 @@ def serve(
             logger.warning("%s", warning)
         if text := open_to_others(where[0]):
             logger.warning("%s", text)
+        for problem in disk_problems(loaded.server, where[0]):
+            logger.warning("%s", problem)
         if run is not None:
             check_certificates(run)
         if only != Part.FRONT and run is not None:

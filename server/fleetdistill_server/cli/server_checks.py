@@ -121,7 +121,7 @@ def _processes(server: ServerSection, path: Path) -> Found:
         yield WARNING if waiting else OK, f"no server uses the store {server.store}{need}"
         return
     with open_for_trial(directory, Location.of(server)) as store:
-        failed, wrong = failed_runs(store), problems_of_processes(store, directory)
+        failed, wrong = failed_runs(store), problems_of_processes(directory)
     for text in failed:
         yield WARNING, text
     for text in wrong:

@@ -26,7 +26,7 @@ def problems(store: Store, directory: Path) -> list[str]:
     Raises:
         StoreError: The store could not be read, for example because its database is away.
     """
-    result = problems_of_processes(store, directory)
+    result = problems_of_processes(directory)
     if serving(directory) is None or (started := last_served(directory)) is None:
         return result
     server = started.server
@@ -38,7 +38,7 @@ def problems(store: Store, directory: Path) -> list[str]:
     return result
 
 
-def problems_of_processes(store: Store, directory: Path) -> list[str]:
+def problems_of_processes(directory: Path) -> list[str]:
     """Returns the sentences on processes, as `problems`."""
     if serving(directory) is None:
         return []
