@@ -158,6 +158,17 @@ def test_the_database_shrinks_when_rows_are_deleted(directory: Path, served: boo
     assert (directory / "store.sqlite").stat().st_size < before / 2
 
 
+def test_a_dry_run_names_a_large_log_of_the_database(directory: Path) -> None:
+    words = ("runs", "prune", RUN, "--dry-run", "--store", str(directory))
+    with contextlib.closing(Store.open(directory)) as store:
+        with store.transaction():
+            for number in range(4000):
+                store.history.add_event(RUN, "late", f"{number} {'.' * 400}", number=1)
+        size = readable_bytes((directory / "store.sqlite-wal").stat().st_size)
+        assert f"the database's log ({size}) is written into the database and cut off" in call(*words)[1]
+    assert "log" not in call(*words)[1]
+
+
 def test_prune_asks_before_it_deletes_anything(directory: Path) -> None:
     words = ["runs", "prune", RUN, "--keep-rounds", "1", "--store", str(directory)]
     refused = CliRunner().invoke(app, words, input="n\n")

@@ -33,10 +33,10 @@ from fleetdistill_server.operations.client import open_source
 from fleetdistill_server.operations.source import Source, create_here, open_store
 from fleetdistill_server.service.creation import NewRun
 from fleetdistill_server.service.serve_lock import serving
-from fleetdistill_server.store.location import has_store
+from fleetdistill_server.store.location import SQLITE, has_store
 from fleetdistill_server.store.operator_calls import Outcome
-from fleetdistill_server.store.states import RunStatus
-from fleetdistill_server.texts import SUMS_UNREVIEWED, counted
+from fleetdistill_server.store.states import QUEUED, RunStatus
+from fleetdistill_server.texts import SUMS_UNREVIEWED, counted, readable_bytes
 from fleetdistill_server.views.results import deleted, left_for_later, pruned, rolled_back
 from fleetdistill_server.views.runs import TableRow, View
 
@@ -45,6 +45,8 @@ _MAX_ROUNDS = 20
 """Number of rounds that `runs show` prints; the newest ones."""
 _NOT_SHOWN_OF_SUMS = ("keys", "boxes", "signatures", "shares", "sid", "roster")
 """Columns of secure sums that only `--json` has, and the first four the dashboard."""
+_LARGE_LOG = 1 << 20
+"""Size in bytes from which `runs prune --dry-run` names the log of the database."""
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 runs_app = typer.Typer(help="Inspects and manages runs.", no_args_is_help=True)
 
@@ -133,12 +135,15 @@ def _change_command(status: RunStatus, description: str) -> Callable[..., None]:
 
 
 def _warn(source: Source, store: Path, run: str) -> None:
-    """Warns if no server works on a run that was started."""
-    if not source.is_remote:
-        warn_without_server(store, run)
-        return
+    """Warns if no server works on a run that was started, and says so if it has to wait for an engine."""
     with contextlib.suppress(LinkError):  # it was started anyway
-        warn_of_other_run(str(source.about().facts.get("served_run") or ""), run)
+        if source.is_remote:
+            warn_of_other_run(str(source.about().facts.get("served_run") or ""), run)
+        else:
+            warn_without_server(store, run)
+        status = str(source.run(run).facts["status"])
+        if status.startswith(QUEUED):
+            typer.echo(f"it is {status}: all engines are at work, of which there are [server] engines_at_once")
 
 
 @contextlib.contextmanager
@@ -314,6 +319,10 @@ def runs_prune(
     typer.echo(f"would free {pruned(result)}" if dry_run else f"freed {pruned(result)}")
     if later := left_for_later(result.later):
         typer.echo(later)
+    log = store / f"{SQLITE}-wal"
+    if dry_run and log.exists() and log.stat().st_size > _LARGE_LOG:
+        size = readable_bytes(log.stat().st_size)
+        typer.echo(f"the database's log ({size}) is written into the database and cut off")
 
 
 @runs_app.command("rollback")

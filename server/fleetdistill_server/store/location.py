@@ -18,9 +18,10 @@ from fleetdistill.state.durable import make_directory
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.store.blobs import disk_errors
 
-__all__ = ["has_store"]
+__all__ = ["SQLITE", "has_store"]
 
 SQLITE = "store.sqlite"
+"""Name of the SQLite database's file in the store's directory."""
 _FILE = "location.toml"
 
 
