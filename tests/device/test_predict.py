@@ -38,6 +38,13 @@ def logits_of(module: Any) -> np.ndarray:
         return np.asarray(module(torch.from_numpy(BATCH)).numpy())
 
 
+def test_a_model_that_no_run_accepts_does_not_predict(tmp_path: Path) -> None:
+    """Else the app would learn it from its first check-in, perhaps in the field."""
+    device, _ = device_at(LyingLink(), tmp_path, model=lambda: nn.Sequential(nn.Linear(4, CLASSES)))
+    with device, pytest.raises(ModelError, match=r"Sequential lacks features, predict, extractor; use wrap\(model"):
+        device.predict(BATCH)
+
+
 def test_every_prediction_is_that_of_exactly_one_delivered_model(tmp_path: Path) -> None:
     over, versions = threading.Event(), [logits_of(model().eval())]
 

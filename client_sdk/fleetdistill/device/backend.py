@@ -93,7 +93,7 @@ class ComputeFactory:
         """Returns a copy of the app's own model; `first` are the first training inputs, if known, for its errors.
 
         Raises:
-            ModelError: The device has a worker.
+            ModelError: The device has a worker, or the module is not a local model, which no run would accept either.
         """
         if self._model is None:
             raise ModelError(
@@ -101,8 +101,11 @@ class ComputeFactory:
                 "'delivered', or check `device.version`. A run that has finished delivers none any more"
             )
         from fleetdistill.compute.torch_compute import FrozenModel, module_on
+        from fleetdistill.training.model import check_local_model
 
-        return FrozenModel(module_on(self._for_prediction, self._model.torch_device), None, first)
+        module = module_on(self._for_prediction, self._model.torch_device)
+        check_local_model(module)
+        return FrozenModel(module, None, first)
 
     def _for_training(self) -> nn.Module:
         module = self._for_prediction()
