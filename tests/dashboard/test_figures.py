@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetdistill_console.dashboard import units
+from fleetdistill_console.dashboard.actions import RUN_ACTIONS
 from fleetdistill_console.dashboard.chart import MAX_POINTS, thin
 from fleetdistill_console.dashboard.pages.run import last_accuracy, time_left
 from fleetdistill_console.dashboard.pages.runs import accuracy
@@ -26,6 +27,7 @@ from fleetdistill_console.dashboard.panels.round import (
     sentence,
 )
 from fleetdistill_console.dashboard.panels.tables import by_kind, presence
+from fleetdistill_server.store.states import ACTIVE, IDLE, QUEUED, WAITING
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5000))
@@ -263,3 +265,9 @@ def test_a_rate_of_nothing_is_a_figure() -> None:
 
 def test_names_are_sorted_as_people_do() -> None:
     assert sorted(["d10", "E1", "d2", "D1"], key=units.natural) == ["D1", "d2", "d10", "E1"]
+
+
+@pytest.mark.parametrize("state", [*ACTIVE, QUEUED, WAITING, IDLE])
+def test_an_active_run_can_be_paused_and_stopped_in_any_state(state: str) -> None:
+    offered = {action.verb for action in RUN_ACTIONS if action.statuses is None or state in action.statuses}
+    assert offered == {"Pause", "Stop", "Delete"}

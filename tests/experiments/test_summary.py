@@ -28,6 +28,7 @@ from fleetdistill_lab.experiments.tables import (
     Table,
     claim_table,
     fit,
+    format_value,
     model_table,
     printed_table,
     rich_table,
@@ -326,6 +327,26 @@ def test_table_shows_percent_and_points() -> None:
     without = model_table(lines_of(ROWS), "title", with_p=False)
     assert [len(cells) for cells in without.rows] == [len(without.header)] * 3
     assert without.header[-1] == "from a"
+
+
+@pytest.mark.parametrize(
+    ("value", "spread", "unit", "text"),
+    [
+        (0.5, 0.1, "percent", "50.0 ± 10.0"),
+        (12.0, 1.5, "rounds", "12.0 ± 1.5"),
+        (2500.0, 9.0, "bytes", "2.5 kB"),
+        (None, None, "rounds", ""),
+    ],
+)
+def test_only_rates_are_in_percent(value: float | None, spread: float | None, unit: str, text: str) -> None:
+    assert format_value(value, spread, unit) == text
+
+
+def test_small_p_values_keep_their_digits() -> None:
+    """Differences of 1, 2 and 3 points: p = 1 - t / sqrt(t^2 + 2) with t = 2 sqrt(3) is 0.074."""
+    rows = [row("a", "devices", seed, 0.5) for seed in range(3)]
+    rows += [row("b", "devices", seed, 0.51 + 0.01 * seed) for seed in range(3)]
+    assert [cells[-1] for cells in model_table(lines_of(rows), "").rows] == ["", "0.074"]
 
 
 def test_model_without_scores_is_said_to_have_none() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.secured import device_credentials, make_pki
 
+from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.security.certificates import Role, holder_of
 from fleetdistill_server.security.pki import Authority, forget_old_authority, rotate_authority
 from fleetdistill_server.security.revocation import is_last_operator, revoke_device, revoke_person
@@ -19,6 +20,7 @@ from fleetdistill_server.store.operator_calls import Call
 from fleetdistill_server.store.records import Certificate
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.views.health import disk_problems
 from fleetdistill_server.views.reading import Query, read
 from fleetdistill_server.views.server import OF_FORGOTTEN_CA, server
 
@@ -38,6 +40,7 @@ def test_the_queue_has_the_order_in_which_runs_get_engines(tmp_path: Path) -> No
     with serve_lock.take(tmp_path, "", 1):
         view = server(store, tmp_path)
     assert [row["run"] for row in view.lists["queue"]] == ["c", "a", "b"]
+    assert [row["engine"] for row in view.lists["queue"]] == [True, False, False]
     assert view.facts["engines_at_once"] == 1
     store.close()
 
@@ -169,6 +172,15 @@ def test_the_limits_of_the_disk_are_those_that_the_server_has(tmp_path: Path) ->
     facts = server(store, tmp_path).facts
     assert (facts["keep_free"], facts["disk_budget"]) == (3, 5_000_000)
     store.close()
+
+
+def test_space_that_is_free_counts_not_the_size_of_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    usage = SimpleNamespace(total=9_000, used=6_000, free=2_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    section = ServerSection(keep_free_bytes=3_000)
+    (text,) = disk_problems(section, tmp_path / "not" / "yet")
+    assert text.startswith(f"only 2.0 kB are free at {tmp_path}, so uploads are refused")
+    assert disk_problems(ServerSection(keep_free_bytes=2_000), tmp_path) == []
 
 
 def test_the_disk_has_what_the_store_takes_and_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
