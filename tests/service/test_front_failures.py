@@ -66,6 +66,10 @@ def test_a_front_that_fails_again_and_again_is_a_problem(tmp_path: Path, monkeyp
         config.write_text(working)
         wait_until(lambda: look() == [], "the front to work again")
         assert (front.port, front.state().works, states()) == (port, True, ["works"])
+        front.stop(at_once=True)
+        wait_until(lambda: not front.state().works, "the front to end")
+        assert "failed" not in " ".join(look()), "one more failure is the first again"
+        wait_until(lambda: look() == [] and states() == ["works"], "the front to work once more")
 
 
 def test_a_front_that_cannot_listen_at_first_ends_the_server(tmp_path: Path) -> None:
