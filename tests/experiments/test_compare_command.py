@@ -57,7 +57,7 @@ def test_comparison_says_its_partition_and_devices(tmp_path: Path) -> None:
     few = ("devices=3", "devices_per_round=1", "min_devices=1")
     words = [word for text in few for word in ("--set", f"simulation.{text}")]
     said = " ".join(call(tmp_path, "--method", "feddkc", "--seeds", "0", *words).stdout.split())
-    assert "3 devices, dirichlet_by_class, seeds 0" in said
+    assert "digits, 3 devices, dirichlet_by_class, alpha 0.5, 1 round, seeds 0" in said
     assert "Means are over the devices that were scored, of 3: feddkc 1" in said
 
 

@@ -302,20 +302,31 @@ def test_differences_are_between_models_of_the_same_name() -> None:
         row(label, model, seed, accuracy + 0.01 * seed * weight)
         for label, model, accuracy, weight in (
             *(("a", "devices", 0.5, 1), ("a", "global", 0.2, 1)),
-            *(("b", "devices", 0.6, 2), ("b", "global", 0.4, 2), ("c", "general", 0.9, 3)),
+            *(("b", "devices", 0.6, 2), ("b", "global", 0.4, 2)),
+            *(("c", "general", 0.9, 3), ("c", "personal", 0.7, 3)),
         )
         for seed in range(3)
     ]
     lines = lines_of(rows)
-    assert [line.base for line in lines] == ["", "", "a devices", "a global", "a devices"]
-    assert [line.difference for line in lines[2:]] == pytest.approx([0.11, 0.21, 0.42])
+    assert [line.base for line in lines] == ["", "", "a devices", "a global", "a global", "a devices"]
+    assert [line.difference for line in lines[2:]] == pytest.approx([0.11, 0.21, 0.72, 0.22])
     assert [line.p for line in lines[:2]] == [None, None], "a model of the reference is compared with none"
-    own = [paired_p([step + 0.01 * seed * more for seed in range(3)]) for step, more in ((0.1, 1), (0.2, 1), (0.4, 2))]
+    own = [
+        paired_p([step + 0.01 * seed * more for seed in range(3)])
+        for step, more in ((0.1, 1), (0.2, 1), (0.7, 2), (0.2, 2))
+    ]
     assert [line.p for line in lines[2:]] == pytest.approx(holm(own))
     table = model_table(lines, "")
     assert table.header[5] == "difference"
     assert [cells[5] for cells in table.rows] == [
-        *("", "", "+11.0 ± 1.0 from a devices", "+21.0 ± 1.0 from a global", "+42.0 ± 2.0 from a devices")
+        *(
+            "",
+            "",
+            "+11.0 ± 1.0 from a devices",
+            "+21.0 ± 1.0 from a global",
+            "+72.0 ± 2.0 from a global",
+            "+22.0 ± 2.0 from a devices",
+        )
     ]
 
 

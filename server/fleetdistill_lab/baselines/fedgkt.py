@@ -24,6 +24,8 @@ __all__ = ["FedGKTConfig", "FedGKTServer"]
 class FedGKTConfig(FedDKCConfig):
     """Settings of FedGKT in addition to those of FedDKC; the weights are those of the authors' code with alpha = 1.5.
 
+    FedDKC's guard is off by default: it would withhold what a weak server model teaches, which FedGKT does not.
+
     `paper` selects FedGKT as the paper of FedDKC has it: a cross-entropy of weight 1 and `beta` on both sides.
 
     Attributes:
@@ -34,6 +36,7 @@ class FedGKTConfig(FedDKCConfig):
     refinement: str = "none"
     server_beta: float = 1.0
     server_order: str = "sequential"
+    teacher_guard: bool = False
     ce_weight: float = 1.0
     server_ce_weight: float = 1.5
 

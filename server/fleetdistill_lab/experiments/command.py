@@ -203,7 +203,15 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
         rows = results.models("")
     lines = lines_of(rows)
     first = experiment.cells()[0].simulation
-    title = f"{first.devices} devices, {first.partition}, seeds {', '.join(map(str, experiment.seeds))}"
+    rounds = "rounds by method" if first.rounds is None else counted(first.rounds, "round")
+    own = {name: entry.settings for name, entry in experiment.methods.items() if entry.settings}
+    title = "; ".join(
+        [
+            f"{getattr(first.dataset, 'name', first.dataset)}, {counted(first.devices, 'device')}, {first.partition}, "
+            f"alpha {first.alpha:g}, {rounds}, seeds {', '.join(map(str, experiment.seeds))}",
+            *(f"{name} with {', '.join(f'{key} = {value}' for key, value in of.items())}" for name, of in own.items()),
+        ]
+    )
     save_csv(rows, out / "compare.csv")
     save_figure(draw_lines(lines, title), out, "compare", ("png",))
     missing = missing_controls(list(experiment.methods))
@@ -215,7 +223,8 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     }
     view = View({"models": [asdict(line) for line in lines]}, facts)
     said = [
-        "Accuracy in %, mean ± standard deviation over seeds; p: paired t test, adjusted by Holm's method.",
+        "Accuracy in %, mean ± standard deviation over seeds; differences and p values are of that on all classes "
+        "(paired t test, adjusted by Holm's method).",
         *devices_lines(lines, first.devices),
         *(f"A control is missing: {CONTROLS[name]}; add --method {name}." for name in missing),
         f"{out}/: compare.csv, compare.png, results.sqlite, parquet/, and runs/ with a folder for each run",

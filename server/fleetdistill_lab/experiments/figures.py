@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill_lab.experiments.summary import Line
+from fleetdistill_lab.simulation.report.device_plots import show_percent
 
 if TYPE_CHECKING:
     import pandas
@@ -67,7 +68,6 @@ def save_figure(figure: Figure, folder: Path, name: str, formats: Sequence[str] 
 def draw_lines(lines: Sequence[Line], title: str) -> Figure:
     """Draws the models' accuracy on all classes by bytes, with a bar of one standard deviation."""
     import matplotlib
-    from matplotlib.ticker import PercentFormatter
 
     with matplotlib.rc_context(_STYLE):
         figure, axes = _new(1, 1, PAGE_MM, 100)
@@ -98,7 +98,7 @@ def draw_lines(lines: Sequence[Line], title: str) -> Figure:
         _use_log_scale(ax)
         ax.set_xlabel("kB sent and received per device in the whole run")
         ax.set_ylabel("accuracy on all classes")
-        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        show_percent(ax.yaxis)
         ax.set_title(title, loc="left")
         _tidy(ax)
         if ax.get_legend_handles_labels()[0]:
@@ -118,7 +118,6 @@ def draw_curves(rounds: pandas.DataFrame, metric: str, x: str) -> Figure | None:
         The figure, a panel for each grid point; None if no round has both.
     """
     import matplotlib
-    from matplotlib.ticker import PercentFormatter
 
     if not rounds[metric].notna().any():
         return None
@@ -146,7 +145,7 @@ def draw_curves(rounds: pandas.DataFrame, metric: str, x: str) -> Figure | None:
             ax.set_xlabel(AXES[x])
             if x == "kilobytes":
                 _use_log_scale(ax)
-            ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+            show_percent(ax.yaxis)
             _tidy(ax)
         for ax in axes[:, 0]:
             ax.set_ylabel(CURVE_TITLES[metric])
@@ -194,7 +193,6 @@ def draw_boxes(devices: pandas.DataFrame, value: str) -> Figure | None:
         The figure; None if no device was scored.
     """
     import matplotlib
-    from matplotlib.ticker import PercentFormatter
 
     known = devices[devices[value].notna()]
     if known.empty:
@@ -207,7 +205,7 @@ def draw_boxes(devices: pandas.DataFrame, value: str) -> Figure | None:
             of = [known[(known["point"] == point) & (known["label"] == label)][value].tolist() for label in labels]
             ax.boxplot(of, orientation="horizontal", tick_labels=labels, widths=0.6, flierprops={"markersize": 2})
             ax.invert_yaxis()
-            ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+            show_percent(ax.xaxis)
             ax.set_title(point, loc="left")
             _tidy(ax)
     return figure

@@ -277,9 +277,9 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
     models = _Section(
         "All models",
         [
-            "In %; differences are in accuracy on all classes, from the reference's model of the same name, or its "
-            "first one if it has none of this name. P values are only in the tables of the metrics, where they are "
-            "adjusted for all comparisons of the table."
+            "In %; differences are in accuracy on all classes, from the reference's model of the same name, or else of "
+            "the same kind (global or of a device), or else its first. P values are only in the tables of the metrics, "
+            "where they are adjusted for all comparisons of the table."
         ],
     )
     for point in experiment.points:

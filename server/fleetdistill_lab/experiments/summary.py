@@ -32,6 +32,8 @@ Values = Mapping[str, Mapping[str, Mapping[int, float]]]
 Runs = Mapping[tuple[str, str, int], str]
 """Names of runs by grid point, label and seed; a control without a grid's setting has one run at several points."""
 _NO_RUNS: Runs = MappingProxyType({})
+_OF_ALL = ("global", "general")
+"""Names of the models that are the same on all devices."""
 LEVEL = 0.05
 """Largest p value of a difference that counts as one."""
 
@@ -105,8 +107,7 @@ class Line:
         exchanges: Mean number of a device's exchanges.
         devices: Number of devices that a seed's means are over; the smallest one of the seeds.
         untrained: Number of these that never took part; the largest one of the seeds.
-        base: Name of the line from which the difference is: the reference's line of the same model, or its first one if
-            it has no such model. Empty for the reference's own lines.
+        base: Name of the reference's line from which the difference is, as in `lines_of`. Empty for its own lines.
         difference, difference_spread: Mean and standard deviation of the paired difference in accuracy from the base;
             None without a base, and if one of the two lacks a seed.
         p: Two-sided p value of a paired t test of the difference, by Holm's method for the number of lines; None if
@@ -134,8 +135,8 @@ class Line:
 def lines_of(rows: Sequence[ModelRow], reference: str = "", wanted: int | None = None) -> list[Line]:
     """Returns a line for each model, in order of appearance, the models of the reference first.
 
-    Differences are from the reference's model of the same name, such as its global model, or from its first one if it
-    has none of this name.
+    Differences are from the reference's model of the same name; without one, from that of the same kind, since a global
+    model is for all classes and a device's for its own; else from its first model.
 
     Args:
         rows: The models of all runs.
@@ -150,8 +151,8 @@ def lines_of(rows: Sequence[ModelRow], reference: str = "", wanted: int | None =
         key: {seed: row.accuracy for seed, row in of.items() if row.accuracy is not None} for key, of in by_key.items()
     }
     whole = {key for key, of in by_key.items() if len(of) >= wanted}
-    first = keys[0] if keys else ("", "")
-    bases = {key: (first[0], key[1]) if (first[0], key[1]) in by_key else first for key in keys if key[0] != first[0]}
+    own = [model for label, model in keys if label == keys[0][0]]
+    bases = {key: (keys[0][0], _base(key[1], own)) for key in keys if key[0] != keys[0][0]}
     differences = {
         key: paired(accuracies[key], accuracies[base]) if {key, base} <= whole else [] for key, base in bases.items()
     }
@@ -179,6 +180,13 @@ def lines_of(rows: Sequence[ModelRow], reference: str = "", wanted: int | None =
             )
         )
     return result
+
+
+def _base(model: str, models: Sequence[str]) -> str:
+    """Returns from which of the reference's models a model's difference is."""
+    if model in models:
+        return model
+    return next((other for other in models if (other in _OF_ALL) == (model in _OF_ALL)), models[0])
 
 
 def paired(values: Mapping[int, float], others: Mapping[int, float]) -> list[float]:

@@ -16,6 +16,7 @@ from fleetdistill.errors import DataError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 Rate = TypeVar("Rate")
 
@@ -142,12 +143,12 @@ def _single_lines(
 
 
 def _dress(ax: Axes, rounds: int) -> None:
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
+    from matplotlib.ticker import MaxNLocator
 
     ax.set_title("Accuracy on all classes by round", loc="left")
     ax.set_xlabel("completed rounds")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    show_percent(ax.yaxis)
     ax.set_xlim(1 - 0.02 * rounds, rounds)
     ax.set_ylim(max(0.0, ax.get_ylim()[0]), min(1.01, ax.get_ylim()[1]))
     ax.grid(color="#e6e6e6", linewidth=0.8)
@@ -217,9 +218,7 @@ def plot_gains(ax: Axes, curves: DeviceCurves) -> None:
 
 
 def _dress_gains(ax: Axes, devices: int, kinds: int) -> None:
-    from matplotlib.ticker import PercentFormatter
-
-    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    show_percent(ax.xaxis)
     ax.set_ylim(devices - 0.4, -0.6)  # the first device on top
     ax.set_yticks(range(devices), [""] * devices)
     ax.margins(x=0.08)
@@ -230,3 +229,10 @@ def _dress_gains(ax: Axes, devices: int, kinds: int) -> None:
     figure_legend = {"loc": "upper right", "bbox_to_anchor": (1, 0), "borderaxespad": 2.2, "frameon": False}
     if kinds:
         ax.legend(**figure_legend, fontsize="small", ncols=min(kinds, 2), columnspacing=1.0, handletextpad=0.2)
+
+
+def show_percent(axis: Axis) -> None:
+    """Shows rates on an axis in percent, with as many digits as a tick has."""
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda rate, _: f"{100 * rate:.10g}%"))

@@ -27,6 +27,7 @@ from fleetdistill_lab.simulation.report.device_plots import (
     DeviceCurves,
     plot_gains,
     plot_rounds,
+    show_percent,
 )
 from fleetdistill_server.texts import readable_bytes
 
@@ -326,7 +327,7 @@ def _style(curve: Curve, number: int) -> str:
 
 
 def _dress_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None, columns: int) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     ax.set_title("Accuracy on all classes by traffic", loc="left")
     ax.set_xlabel("kB sent and received per device since the start")
@@ -338,7 +339,7 @@ def _dress_comparison(ax: Axes, curves: Sequence[Curve], alone: float | None, co
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.3g}" if x < 1000 else f"{x:,.0f}"))
     rates = [rate for curve in curves for rate in (*curve.accuracy, *curve.devices, alone) if rate is not None]
     ax.set_ylim(max(0.0, np.floor(10 * min(rates, default=0.0)) / 10), 1.01)
-    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    show_percent(ax.yaxis)
     ax.grid(color="#e6e6e6", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
