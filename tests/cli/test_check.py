@@ -214,7 +214,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a torch device that is not there": ({"server_torch_device": "cuda:99"}, "[server] torch_device: 'cuda:99' cannot"),
     "an address of somebody else": ({"server_listen": "192.0.2.1:0"}, "[server] listen is '192.0.2.1:0', which is"),
-    "a PKI that is not there": ({"server_pki": "none"}, "none has no server.pem; create a PKI with"),
+    "a PKI that is not there": (
+        {"server_pki": "none"},
+        "none has no server.pem; restore your copy",
+    ),
 }
 
 
@@ -318,6 +321,21 @@ def test_a_store_that_is_a_file_and_a_port_named_twice_are_told(tmp_path: Path) 
     )
     done = CliRunner().invoke(app, ["serve", str(path)])
     assert (done.exit_code, "which is a file" in done.stderr) == (1, True)
+
+
+def test_settings_without_effect_are_warned_of(tmp_path: Path) -> None:
+    path = tmp_path / "server.toml"
+    path.write_text(
+        f'[server]\nstore = "{tmp_path / "store"}"\nlisten = "127.0.0.1:0"\nkeep_rounds = 7\ntorch_device = "cpu"\n'
+        'enrol_listen = "127.0.0.1:0"\n'
+    )
+    code, said = check(path)
+    assert code == 0
+    assert [line for line in said if line.startswith("warning: ")] == [
+        "warning: [server] torch_device, keep_rounds in the file of a server of many runs has no effect: each run has "
+        "its own; set it in [server] of the run's run.toml",
+        "warning: [server] enrol_listen has no effect without [server] pki",
+    ]
 
 
 def test_a_section_that_is_misspelt_is_told_with_other_errors(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,38 @@ def test_a_run_that_the_stores_server_does_not_serve_is_named(folder: Path) -> N
         assert runs("start", "digits").stderr == warning
     with serve_lock.take(folder / "fleetdistill-store", "digits"):
         assert runs("start", "digits").stderr == ""
+
+
+FURTHER = """
+[server]
+listen = "127.0.0.1:9"
+keep_checkpoints = 9
+engine_timeout_seconds = 10.0
+[engine]
+checkpoint_seconds = 5.0
+[evaluation]
+every = 4
+[limits]
+devices = 5
+"""
+
+
+def test_settings_that_are_printed_are_all_of_a_run(folder: Path) -> None:
+    (folder / "run.toml").write_text(RUN + FURTHER)
+    said = runs("create", "run.toml")
+    assert said.stderr == (
+        "warning: [server] listen and [limits] of the file have no effect on a run of a server of many runs; they "
+        "belong in its server.toml\n"
+    )
+    printed = runs("settings", "digits").stdout
+    values = tomllib.loads(printed)
+    assert (values["server"]["keep_checkpoints"], values["engine"]["checkpoint_seconds"]) == (9, 5.0)
+    assert values["evaluation"]["every"] == 4
+    assert "listen" not in values["server"]
+    (folder / "printed.toml").write_text(printed)
+    assert runs("create", "printed.toml").stdout == "run 'digits' is created\n"
+    (folder / "run.toml").write_text((RUN + FURTHER).replace("127.0.0.1:9", "127.0.0.1:8"))
+    assert runs("create", "run.toml").stdout == "run 'digits' is created\n", "the address is not one of the run"
 
 
 def test_a_run_that_has_to_wait_for_an_engine_says_so(folder: Path) -> None:

@@ -414,7 +414,7 @@ def test_serve_names_what_lacks_before_it_starts(tmp_path: Path) -> None:
     assert "is not a loopback address, and TLS is not configured" in said
     assert "fleetdistill pki init" in said
     said = error_of("serve", run_toml(tmp_path, "127.0.0.1:0", pki=str(tmp_path / "pki")))
-    assert re.search(r"has no server\.pem; create a PKI with `fleetdistill pki init --pki ", said)
+    assert re.search(r"has no server\.pem; restore your copy .* Else create a PKI with `fleetdistill pki init ", said)
     assert not (tmp_path / "store").exists()
 
 

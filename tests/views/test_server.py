@@ -58,6 +58,43 @@ def test_backups_are_listed_without_refused_calls(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("how", ["another CA", "cut", "away"])
+def test_a_certificate_that_does_not_fit_the_pki_is_a_problem(tmp_path: Path, how: str) -> None:
+    for name in ("pki", "other"):
+        make_pki(tmp_path / name)
+    store = Store.open(tmp_path / "store")
+    (tmp_path / "store" / serve_lock.SERVED_FILE).write_text(f'[server]\npki = "{tmp_path / "pki"}"\n')
+    with serve_lock.take(tmp_path / "store", ""):
+        assert server(store, tmp_path / "store").facts["problems"] == []
+        path = tmp_path / "pki" / "server.pem"
+        if how == "another CA":
+            path.write_bytes((tmp_path / "other" / "server.pem").read_bytes())
+        elif how == "cut":
+            path.write_bytes(path.read_bytes()[:-100])
+        else:
+            path.unlink()
+        (problem,) = server(store, tmp_path / "store").facts["problems"]
+    assert problem.startswith("the server's certificate cannot be used, so no device can connect, or none after the")
+    assert problem.endswith("or run `fleetdistill pki renew-server` if its CA is the right one")
+    store.close()
+
+
+def test_devices_of_another_ca_are_a_warning(tmp_path: Path) -> None:
+    authority = make_pki(tmp_path / "pki")
+    store = Store.open(tmp_path / "store")
+    for number in range(7):
+        add_device(store, authority, f"d{number}")
+    (tmp_path / "store" / serve_lock.SERVED_FILE).write_text(f'[server]\npki = "{tmp_path / "pki"}"\n')
+    assert server(store, tmp_path / "store").facts["warnings"] == []
+    shutil.rmtree(tmp_path / "pki")
+    make_pki(tmp_path / "pki")
+    (warning,) = server(store, tmp_path / "store").facts["warnings"]
+    assert warning.startswith(
+        "7 devices cannot connect, with certificates of a CA that this PKI does not have (d0, d1,"
+    )
+    store.close()
+
+
 def test_devices_are_listed_that_should_have_renewed(tmp_path: Path) -> None:
     """They renew at half of the validity: three quarters of it, whatever that is, is late."""
     store, now = Store.open(tmp_path), time.time()

@@ -28,6 +28,7 @@ from fleetdistill_server.cli.options import (
 )
 from fleetdistill_server.cli.pki import warn_of_other_run, warn_without_server
 from fleetdistill_server.config.section import read_toml
+from fleetdistill_server.config.server_config import OF_A_RUN
 from fleetdistill_server.intake.operator_log import local_call, local_log
 from fleetdistill_server.operations.client import open_source
 from fleetdistill_server.operations.source import Source, create_here, open_store
@@ -71,6 +72,7 @@ def runs_create(
     if "run" not in settings:
         raise ConfigurationError(f"{config} has no section [run], so it is the file of a server; give that of a run")
     run = NewRun(settings=settings, start=start)
+    _warn_of_server_settings(settings)
     name = str(settings["run"].get("name", "")) if isinstance(settings["run"], dict) else ""
     if server is None:
         own = settings.get("server", {})
@@ -88,6 +90,16 @@ def runs_create(
         typer.echo(state.sentence)
         if start:
             _warn(source, DEFAULT_STORE, name)
+
+
+def _warn_of_server_settings(settings: Mapping[str, Any]) -> None:
+    """Warns of settings in a run.toml that belong to the server, which `serve run.toml` would use."""
+    section = settings.get("server", {})
+    names = [name for name in section if name not in (*OF_A_RUN, "store")] if isinstance(section, Mapping) else []
+    unused = [f"[server] {', '.join(names)}"] * bool(names) + ["[limits]"] * bool(settings.get("limits"))
+    if unused:
+        text = f"warning: {' and '.join(unused)} of the file have no effect on a run of a server of many runs"
+        typer.echo(f"{text}; they belong in its server.toml", err=True)
 
 
 @runs_app.command("clone")

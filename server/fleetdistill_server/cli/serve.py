@@ -16,7 +16,6 @@ import typer
 from fleetdistill.device.interrupts import StopRequest
 from fleetdistill.errors import ConfigurationError, FleetDistillError, NoSpaceError
 from fleetdistill.printable import printable
-from fleetdistill.state.durable import open_to_others
 from fleetdistill.version import VERSION
 from fleetdistill_server.cli.options import TrackOption, report_errors
 from fleetdistill_server.extras import load_part
@@ -69,6 +68,7 @@ def serve(
         _stop_on_signals(stopped)  # before the slow imports
     from fleetdistill_server.cli.serve_checks import (
         SERVER_CHECKS,
+        cautions,
         check_certificates,
         check_new_run,
         check_security,
@@ -101,10 +101,8 @@ def serve(
         warning = check_security(loaded.server, insecure)
         if warning:
             logger.warning("%s", warning)
-        if text := open_to_others(where[0]):
+        for text in (*cautions(loaded.server, many_runs=run is None), *disk_problems(loaded.server, where[0])):
             logger.warning("%s", text)
-        for problem in disk_problems(loaded.server, where[0]):
-            logger.warning("%s", problem)
         if run is not None:
             check_certificates(run)
         if only != Part.FRONT and run is not None:
@@ -229,18 +227,21 @@ def _check_only(config: Config, only: Part | None) -> None:
 
 def _print_check(config: Config, path: Path, insecure: bool) -> None:
     from fleetdistill_server.cli.serve_checks import (
+        cautions,
         not_in_use,
         problems,
         service_problems,
         service_summary,
         summary,
-        warnings,
     )
 
     run = _run_of(config)
     result = service_problems(config.server, insecure) if run is None else problems(run, insecure)
     _print_problems(result)
-    lines = [*(service_summary(config.server) if run is None else summary(run)), *warnings(config.server)]
+    lines = [
+        *(service_summary(config.server) if run is None else summary(run)),
+        *(f"warning: {text}" for text in cautions(config.server, many_runs=run is None)),
+    ]
     typer.echo("\n".join([f"{path} can be served", *lines, *filter(None, [not_in_use(path)])]))
 
 

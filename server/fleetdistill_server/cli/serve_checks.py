@@ -25,7 +25,7 @@ from fleetdistill.state.durable import open_to_others
 from fleetdistill.wire.kind import DEFAULT_COLUMNS, allow_line
 from fleetdistill_server.config.run_config import RunConfig
 from fleetdistill_server.config.section import read_toml
-from fleetdistill_server.config.server_config import ServerConfig, ServerSection, load_server_config
+from fleetdistill_server.config.server_config import OF_A_RUN, ServerConfig, ServerSection, load_server_config
 from fleetdistill_server.extras import require
 from fleetdistill_server.front.tls import check_files
 from fleetdistill_server.security.pki import CA_KEY, SERVER
@@ -49,6 +49,8 @@ _OPTIONAL = {
     "metrics": ("prometheus_client", "server"),
 }
 """Settings of [server] that need an optional module, with the module and the extra that installs it."""
+_OF_TLS = ("enrol_listen", "certificate_days")
+"""Settings of [server] that only a server with TLS has."""
 
 
 def check_security(server: ServerSection, insecure: bool) -> str:
@@ -249,10 +251,17 @@ def service_problems(server: ServerSection, insecure: bool) -> list[str]:
     return _failures(*_of_server(server, "", insecure))
 
 
-def warnings(server: ServerSection) -> list[str]:
+def cautions(server: ServerSection, *, many_runs: bool) -> list[str]:
     """Returns what does not prevent a server from starting, but should be mended."""
-    text = open_to_others(Path(server.store))
-    return [f"warning: {text}"] if text else []
+    result = [open_to_others(Path(server.store))]
+    if many_runs and (unused := [name for name in OF_A_RUN if name in server.model_fields_set]):
+        result.append(
+            f"[server] {', '.join(unused)} in the file of a server of many runs has no effect: each run has its own; "
+            "set it in [server] of the run's run.toml"
+        )
+    if not server.pki and (unused := [name for name in _OF_TLS if name in server.model_fields_set]):
+        result.append(f"[server] {', '.join(unused)} has no effect without [server] pki")
+    return [text for text in result if text]
 
 
 def service_summary(server: ServerSection) -> list[str]:

@@ -17,7 +17,7 @@ from fleetdistill.names import did_you_mean
 from fleetdistill_server.config.limits import Limits
 from fleetdistill_server.config.section import Section, read_toml, sentences
 
-__all__ = ["ServerSection"]
+__all__ = ["OF_A_RUN", "ServerSection"]
 
 ENROL_PORT = 50052
 """Default port for enrolment."""

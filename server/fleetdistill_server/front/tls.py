@@ -30,7 +30,7 @@ from fleetdistill_server.security.pki import SERVER, Authority, without
 from fleetdistill_server.security.tokens import EnrolmentApi, save_enrol_port
 from fleetdistill_server.store.group_commit import Commit
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.views.certificates import not_valid
+from fleetdistill_server.views.certificates import unusable
 
 logger = logging.getLogger("fleetdistill.server.tls")
 _EXPIRY_SECONDS = 60.0
@@ -149,7 +149,7 @@ async def log_not_valid(server: ServerSection) -> None:
     """Logs once each certificate of the server itself that is not valid; runs until it is cancelled."""
     known: list[str] = []
     while True:
-        texts = await asyncio.to_thread(not_valid, server)
+        texts = await asyncio.to_thread(unusable, server)
         for text in texts:
             if text not in known:
                 logger.error("%s", text)

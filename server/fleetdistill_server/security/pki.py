@@ -227,7 +227,8 @@ def forget_old_authority(directory: Path) -> None:
 def without(directory: Path, missing: str) -> str:
     """Returns that a PKI lacks a file, with what gets it again: `pki init` refuses a directory that has a CA."""
     if not any((directory / name).exists() for name in (CA_KEY, AUTHORITIES)):
-        remedy = f"create a PKI with `fleetdistill pki init --pki {directory}`"
+        remedy = "restore your copy of this directory if devices have enrolled: a new CA shuts them out. Else create a "
+        remedy += f"PKI with `fleetdistill pki init --pki {directory}`"
     elif missing == SERVER:
         remedy = f"issue it again with `fleetdistill pki renew-server --pki {directory} --names HOST`"
     else:

@@ -16,6 +16,7 @@ from fleetdistill.errors import RunError
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_server.config.run_changes import Changes, changes_between, conflict_message, describe_changes
 from fleetdistill_server.config.run_config import OPERATORS, RunConfig
+from fleetdistill_server.config.server_config import OF_A_RUN
 from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.states import RoundStatus, RunStatus
 from fleetdistill_server.store.store import Store
@@ -97,7 +98,13 @@ def changed_settings(store: Store, config: RunConfig) -> dict[str, tuple[Any, An
         changes = changes_between(run.config, config.fixed_part())
     else:
         changes = changes_between(setup, config.setup())
-    return {key: both for key, both in changes.items() if key != "server.store"}
+    return {key: both for key, both in changes.items() if _is_of_a_run(key)}
+
+
+def _is_of_a_run(setting: str) -> bool:
+    """Returns whether a setting, such as `server.listen`, is one of a run and not of its server."""
+    section, _, name = setting.partition(".")
+    return section != "limits" and (section != "server" or name in OF_A_RUN)
 
 
 def check_unchanged(store: Store, config: RunConfig) -> None:

@@ -6,8 +6,9 @@ import math
 import time
 from pathlib import Path
 
-from fleetdistill.link.credentials import AUTHORITIES
-from fleetdistill.link.x509 import life
+from fleetdistill.errors import in_words
+from fleetdistill.link.credentials import AUTHORITIES, split
+from fleetdistill.link.x509 import check_fits, life
 from fleetdistill_server.config.server_config import ServerSection
 from fleetdistill_server.security.pki import SERVER
 from fleetdistill_server.texts import when
@@ -36,3 +37,23 @@ def not_valid(server: ServerSection) -> list[str]:
             state = "has expired" if end <= now else f"is valid only from {when(start)}"
             result.append(f"the certificate of the {holder} {state}, so nobody can connect; {RENEWALS[holder]}")
     return result
+
+
+def unusable(server: ServerSection) -> list[str]:
+    """Returns what `not_valid` does, or a sentence if certificate, key and CA do not fit together or cannot be read."""
+    tls, result = server.tls(), not_valid(server)
+    if tls is None or result:
+        return result
+    pki = tls.directory
+    try:
+        check_fits(*split((pki / SERVER).read_bytes()), (pki / AUTHORITIES).read_bytes())
+    except OSError as error:
+        why = in_words(error)
+    except ValueError as error:
+        why = f"{pki / SERVER}: {error}"
+    else:
+        return []
+    text = f"the server's certificate cannot be used, so no device can connect, or none after the next start: {why}"
+    return [
+        f"{text}; restore the PKI from your copy, or run `fleetdistill pki renew-server` if its CA is the right one"
+    ]

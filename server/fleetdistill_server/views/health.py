@@ -32,9 +32,9 @@ def problems(store: Store, directory: Path) -> list[str]:
     server = started.server
     result += disk_problems(server, directory)
     if server.tls() is not None:
-        from fleetdistill_server.views.certificates import not_valid  # imports an optional package
+        from fleetdistill_server.views.certificates import unusable  # imports an optional package
 
-        result += not_valid(server)
+        result += unusable(server)
     return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 
+from fleetdistill_server.config.server_config import OF_A_RUN
 from fleetdistill_server.service.served import NOT_SERVED, Served
 from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.run_figures import round_figures
@@ -104,4 +105,7 @@ def settings(store: Store, run: str) -> View:
         "columns": list(contract.requirements.columns),
     }
     figures = {name: asdict(figure) for name, figure in shown.figures.items()}
-    return View({}, {"run": run, "settings": shown.config, "contract": needs, "figures": figures})
+    whole = {section: values for section, values in (store.run_control.setup(run) or {}).items() if section != "limits"}
+    if "server" in whole:
+        whole["server"] = {name: whole["server"][name] for name in OF_A_RUN}
+    return View({}, {"run": run, "settings": {**shown.config, **whole}, "contract": needs, "figures": figures})

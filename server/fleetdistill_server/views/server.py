@@ -22,7 +22,7 @@ from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.store.location import read_location
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.texts import when
+from fleetdistill_server.texts import counted, when
 from fleetdistill_server.views.certificates import OWN, RENEWALS, validity_of
 from fleetdistill_server.views.health import failed_runs, problems
 from fleetdistill_server.views.runs import TableRow, View, shown_status
@@ -38,6 +38,8 @@ _DUE = ("expired", "expires soon")
 REVOKED, OF_FORGOTTEN_CA = "revoked", "of a forgotten CA, not admitted"
 """States of a certificate that admits nobody any more."""
 _MOST = 100
+_NAMED = 5
+"""Largest number of devices that a sentence names."""
 _BACKUPS = 5
 _PACKAGES = ("torch", "grpcio", "nicegui")
 
@@ -67,7 +69,7 @@ def server(store: Store, directory: Path) -> View:
     facts = {
         "problems": problems(store, directory),
         "failed_runs": failed_runs(store),
-        "warnings": [_warning(row) for row in certificates if _is_due(row)],
+        "warnings": [*(_warning(row) for row in certificates if _is_due(row)), *shut_out_devices(section, store)],
         "serves": served_now is not None,
         "version": VERSION,
         "engines_at_once": 0 if served_now is None else served_now.engines,
@@ -159,6 +161,18 @@ def devices_of_forgotten_ca(section: ServerSection, store: Store) -> set[str]:
     """Returns the devices that the server does not admit, because their certificates are of a CA that it forgot."""
     tls = section.tls()
     return set() if tls is None else of_forgotten_ca(tls.directory, store)
+
+
+def shut_out_devices(section: ServerSection, store: Store) -> list[str]:
+    """Returns a sentence on the devices that cannot connect because of another CA; empty if there are none."""
+    devices = sorted(devices_of_forgotten_ca(section, store))
+    if not devices:
+        return []
+    names = ", ".join(devices[:_NAMED]) + (", ..." if len(devices) > _NAMED else "")
+    return [
+        f"{counted(len(devices), 'device')} cannot connect, with certificates of a CA that this PKI does not have "
+        f"({names}): restore your copy of the PKI, or enrol them again"
+    ]
 
 
 def _device_certificates(section: ServerSection, store: Store) -> list[TableRow]:
