@@ -196,7 +196,10 @@ def _power_lines(experiment: Experiment, results: Results) -> list[str]:
     if seeds >= _MANY_SEEDS:
         return []
     how = f"{seeds} seeds and {counted(number, 'comparison')} a table"
-    return [f"{how}: a difference is significant only if its mean is {ratio:.1f} times its standard deviation."]
+    return [
+        f"{how}: a difference is significant only if its mean is {ratio:.1f} times its standard deviation, "
+        "or less after larger ones that are (Holm's steps)."
+    ]
 
 
 def model_lines(experiment: Experiment) -> list[str]:
@@ -232,6 +235,13 @@ def source_lines(experiment: Experiment) -> list[str]:
     ]
 
 
+def _note(metric: str, lines: Sequence[str]) -> str:
+    """Returns the caption's note of a metric's table, which has no differences if it is of bytes."""
+    if METRICS[metric].unit == "bytes":
+        return "Mean over seeds"
+    return " ".join([*["In percent."] * (METRICS[metric].unit == "percent"), *lines])
+
+
 def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) -> tuple[list[_Section], list[Table]]:
     counts = {status: results.counts(status) for status in (FINISHED, FAILED)}
     reference = experiment.reference or next(iter(experiment.methods))
@@ -241,7 +251,6 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         "that share their runs count once. The best mean of a grid point whose runs have all finished is bold."
     ]
     lines += [*model_lines(experiment), *source_lines(experiment)]
-    note = " ".join(["In percent where a figure is a rate.", *lines])
     runs, names = results.runs(), results.run_names()
     ks = {runs[cell.run].settings["simulation"].get("top_k") for cell in results.cells() if cell.run in runs}
     with_k = functools.partial(_with_k, ks)
@@ -252,7 +261,7 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
             results.values(metric), reference, counts[FINISHED], len(experiment.seeds), counts[FAILED], names
         )
         printed = experiment.printed.get(metric, {})
-        table = with_k(summary_table(metric, summaries, reference, printed, note, source))
+        table = with_k(summary_table(metric, summaries, reference, printed, _note(metric, lines), source))
         short.append(with_k(short_table(metric, summaries, printed)))
         tables.tables.append(writer.table(table, f"metric-{metric}", summaries))
         if elsewhere := experiment.printed_elsewhere.get(metric):
