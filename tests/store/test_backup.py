@@ -278,6 +278,9 @@ def test_only_an_empty_place_is_written_to(server: Server, tmp_path: Path) -> No
         for make in (lambda: backup(server.directory, target), lambda: restore(tmp_path / "backup", target)):  # noqa: B023
             with pytest.raises(ConfigurationError, match="is not an empty directory"):
                 make()
+    with pytest.raises(ConfigurationError, match="would be in the store that it copies"):
+        backup(server.directory, server.directory / "inner")
+    assert not (server.directory / "inner").exists()
     with pytest.raises(ConfigurationError, match="there is no store in"):
         backup(tmp_path / "nowhere", tmp_path / "other")
 

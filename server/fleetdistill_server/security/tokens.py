@@ -68,7 +68,8 @@ def create_tokens(
         raise ConfigurationError(f"run is {run[:70]!r}, must be {NAME_RULE}")
     if run and store.runs.get(run) is None:
         raise ConfigurationError(
-            f"{no_such_run(run, store.runs.names())}. Serve the run once before you create its tokens"
+            f"{no_such_run(run, store.runs.names())}. Create it with "
+            "`fleetdistill runs create`, or serve its run.toml once, before you create its tokens"
         )
     made = [secrets.token_bytes(_SECRET_BYTES) for _ in range(count)]
     hashes = [sha256(secret).digest() for secret in made]

@@ -70,7 +70,7 @@ def backup(source: Path, target: Path, *, link: bool = False) -> BackedUp:
         link: Whether payloads may be hard links to the store's, for a backup that is sent elsewhere and then deleted.
 
     Raises:
-        ConfigurationError: `source` contains no store, or `target` is not empty.
+        ConfigurationError: `source` contains no store, or `target` is not empty, or within the store.
         StoreError: A file could not be read or written, or another process holds the deletion lock for too long; what
             was written is deleted.
     """
@@ -82,6 +82,10 @@ def backup(source: Path, target: Path, *, link: bool = False) -> BackedUp:
             "back it up with pg_dump and the object store's own tools"
         )
     check_empty(target)
+    if not link and target.resolve().is_relative_to(source.resolve()):
+        raise ConfigurationError(
+            f"the backup {target} would be in the store that it copies; name a directory on another disk"
+        )
     store = Store.open(source)
     try:
         with disk_errors(f"making the backup {target}"), exclusive(store), _removed_after_error(target):
