@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import time
 import tomllib
@@ -446,3 +447,31 @@ def test_a_run_whose_devices_do_not_come_blocks_no_other(tmp_path: Path) -> None
         lines = [line for line in "".join(running.said).splitlines() if "run=first" in line]
     for text in ("waiting for 2 devices to be present", "the run gives up its engine while it waits"):
         assert sum(text in line for line in lines) >= 1
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_run_between_two_rounds_blocks_no_other(tmp_path: Path) -> None:
+    where = ["--store", str(tmp_path / "store")]
+    server = tmp_path / "server.toml"
+    server.write_text(
+        f"[server]\nlisten = '127.0.0.1:0'\nstore = {json.dumps(str(tmp_path / 'store'))}\nengines_at_once = 1\n"
+    )
+    run = write_config(tmp_path, run_name="first", run_rounds=2, run_min_round_seconds=30.0)
+    with serve(server) as running, contextlib.ExitStack() as stack:
+        port = running.port()
+        call("runs", "create", str(run), "--start", *where)
+        stack.enter_context(AnsweringFleet(port, "first", 2))
+
+        def row(name: str) -> dict[str, Any]:
+            rows = json.loads(call("runs", "list", "--json", *where))
+            return dict(next(row for row in rows if row["run"] == name))
+
+        wait_until(lambda: row("first")["status"] == "idle", "the first run's pause")
+        assert re.fullmatch(r"the next round starts at \S+Z, because of min_round_seconds", row("first")["reason"])
+        call("runs", "clone", "first", "second", "--set", "run.min_round_seconds=0", "--start", *where)
+        stack.enter_context(AnsweringFleet(port, "second", 2))
+        wait_until(lambda: row("second")["status"] == "finished", "the second run's turn, to its end")
+        assert row("first")["completed_rounds"] == 1
+        wait_until(lambda: row("first")["status"] == "finished", "the first run's second round")
+        assert running.process.poll() is None
