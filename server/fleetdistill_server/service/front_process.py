@@ -20,7 +20,7 @@ from fleetdistill_server.service.wakeups import Ends
 logger = logging.getLogger("fleetdistill.server.supervisor")
 FRONT_TIMEOUT_SECONDS = 60.0
 """Seconds without a heartbeat after which a front that has sent one is killed and started again."""
-_STEADY_SECONDS = 10.0
+STEADY_SECONDS = 10.0
 """Seconds for which a front must have listened until its earlier failures no longer count."""
 _MAX_PAUSE_SECONDS = 5.0
 """Longest pause before a front is started again that fails repeatedly."""
@@ -52,7 +52,7 @@ class FrontProcess:
         self._on_listening = on_listening
         self.port: int | None = None
         self.enrol_port: int | None = None
-        self._failures = 0  # ends in a row of fronts that did not listen for `_STEADY_SECONDS`
+        self._failures = 0  # ends in a row of fronts that did not listen for `STEADY_SECONDS`
         self._ending = ""  # how the last one ended
         self._start_at: float | None = None  # when the next one is started
         self._failure = ""  # what the process said of its end
@@ -113,7 +113,7 @@ class FrontProcess:
     @property
     def _is_steady(self) -> bool:
         """Whether the front has listened for a while."""
-        return self._listens_since is not None and time.monotonic() - self._listens_since >= _STEADY_SECONDS
+        return self._listens_since is not None and time.monotonic() - self._listens_since >= STEADY_SECONDS
 
     def state(self) -> ProcessState:
         """Returns what metrics say of the process."""
@@ -121,7 +121,7 @@ class FrontProcess:
         waits = ""
         if self._failures > 1 and not (state.pid is not None and self._is_steady):
             last = self._ending.removeprefix("the front ")
-            waits = f"has failed {self._failures} times without working for {_STEADY_SECONDS:g} s; last time, it {last}"
+            waits = f"has failed {self._failures} times without working for {STEADY_SECONDS:g} s; last time, it {last}"
         return replace(state, waits=waits, hangs=self._beats.hangs if state.pid is not None else "")
 
     def stop(self, at_once: bool) -> None:
