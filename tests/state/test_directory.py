@@ -22,6 +22,7 @@ from fleetdistill import Device
 from fleetdistill.errors import NoRoomError, StateError
 from fleetdistill.replacement import Replacement
 from fleetdistill.state.directory import Storage
+from fleetdistill.state.files import Files
 from fleetdistill.state.format import FORMAT, json_object, sealed_json
 from fleetdistill.state.outbox import Outbox, Outcome, Pending
 from fleetdistill.state.saved_profile import save_profile
@@ -674,3 +675,11 @@ def test_what_this_sdk_does_not_know_of_the_identity_is_kept(tmp_path: Path) -> 
     saved = json.loads((tmp_path / "device.json").read_text())
     assert (saved["certificate"], saved["run"], saved["format"]) == ("later", "digits", FORMAT)
     storage.close()
+
+
+def test_a_file_that_is_deleted_while_it_is_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as `pinned`, which the app's thread deletes while the device's looks at it."""
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    (tmp_path / "file").touch()
+    assert Files(tmp_path).load("pinned") is None
+    assert Files(tmp_path).load("file/in-no-directory") is None

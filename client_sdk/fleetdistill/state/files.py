@@ -53,7 +53,9 @@ class Files:
         """Returns the content of a file, or None if it does not exist."""
         path = self.directory / name
         with disk_errors(self.directory):
-            return path.read_bytes() if path.exists() else None
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # another thread may delete it just now
+                return path.read_bytes()
+            return None
 
     def remove(self, name: str) -> None:
         """Removes a file if it exists."""
