@@ -23,6 +23,7 @@ from fleetdistill_lab.audit.audit import Audit, record_run, report
 from fleetdistill_lab.audit.public_set import read_public, split_public
 from fleetdistill_lab.experiments.definition import find_experiment, read_experiment
 from fleetdistill_lab.experiments.results import open_results
+from fleetdistill_lab.simulation.report.device_plots import show_percent
 from fleetdistill_server.config.run_config import run_config
 
 _PART_OF_LABEL = 1 / 45
@@ -83,7 +84,6 @@ def draw(points: list[Point], file: Path) -> None:
     """Writes the picture: accuracies by bytes above, by `linked` below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
 
     figure = Figure(figsize=(12, 13), dpi=90, layout="constrained")
     FigureCanvasAgg(figure)
@@ -98,7 +98,7 @@ def draw(points: list[Point], file: Path) -> None:
             shown = [point for point in points if getattr(point, x) is not None]
             place(ax, [(getattr(point, x), getattr(point, y), point.label) for point in shown], log=x == "nbytes")
             ax.set_xlabel(title)
-            ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+            show_percent(ax.yaxis)
             ax.set_ylabel(name)
             ax.spines[["top", "right"]].set_visible(False)
     figure.savefig(file)

@@ -365,14 +365,20 @@ def test_one_byte_of_the_front_wakes_every_engine() -> None:
 # --- real processes
 
 
+def one_engine(folder: Path) -> Path:
+    """A server.toml with one engine at once."""
+    path = folder / "server.toml"
+    path.write_text(
+        f"[server]\nlisten = '127.0.0.1:0'\nstore = {json.dumps(str(folder / 'store'))}\nengines_at_once = 1\n"
+    )
+    return path
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_runs_are_created_paused_and_resumed_beside_a_server(tmp_path: Path) -> None:
     where = ["--store", str(tmp_path / "store")]
-    server = tmp_path / "server.toml"
-    server.write_text(
-        f"[server]\nlisten = '127.0.0.1:0'\nstore = {json.dumps(str(tmp_path / 'store'))}\nengines_at_once = 1\n"
-    )
+    server = one_engine(tmp_path)
     run = write_config(tmp_path, run_name="first", run_rounds=100_000)
     with serve(server) as running, contextlib.ExitStack() as stack:
         port = running.port()
@@ -423,10 +429,7 @@ def test_runs_are_created_paused_and_resumed_beside_a_server(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_run_whose_devices_do_not_come_blocks_no_other(tmp_path: Path) -> None:
     where = ["--store", str(tmp_path / "store")]
-    server = tmp_path / "server.toml"
-    server.write_text(
-        f"[server]\nlisten = '127.0.0.1:0'\nstore = {json.dumps(str(tmp_path / 'store'))}\nengines_at_once = 1\n"
-    )
+    server = one_engine(tmp_path)
     run = write_config(tmp_path, run_name="first", run_rounds=2)
     with serve(server) as running, contextlib.ExitStack() as stack:
         port = running.port()
@@ -453,10 +456,7 @@ def test_a_run_whose_devices_do_not_come_blocks_no_other(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_run_between_two_rounds_blocks_no_other(tmp_path: Path) -> None:
     where = ["--store", str(tmp_path / "store")]
-    server = tmp_path / "server.toml"
-    server.write_text(
-        f"[server]\nlisten = '127.0.0.1:0'\nstore = {json.dumps(str(tmp_path / 'store'))}\nengines_at_once = 1\n"
-    )
+    server = one_engine(tmp_path)
     run = write_config(tmp_path, run_name="first", run_rounds=2, run_min_round_seconds=30.0)
     with serve(server) as running, contextlib.ExitStack() as stack:
         port = running.port()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -119,9 +118,12 @@ def pki_renew_server(
 ) -> None:
     """Renews the server's certificate; a running server reloads it. Example: fleetdistill pki renew-server"""
     authority = Authority(pki)
-    before = list[str]()
-    with contextlib.suppress(*([ConfigurationError] if names else [])):  # a damaged one is replaced
+    try:
         before = authority.server_names()
+    except ConfigurationError:  # a damaged certificate is replaced, if the names are given
+        if not names:
+            raise
+        before = []
     renewed = _list_names(names) or before
     authority.issue_server(renewed, _positive(days))
     _record(store, "RenewServerCertificate", {"names": renewed, "days": days})
