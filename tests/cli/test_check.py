@@ -28,6 +28,7 @@ from fleetdistill_server.cli.app import app
 from fleetdistill_server.cli.serve_checks import check_new_run
 from fleetdistill_server.config.run_config import RunConfig, load_run_config, run_config
 from fleetdistill_server.config.section import as_toml
+from fleetdistill_server.config.server_config import RUN_SECTIONS, SETTINGS
 from fleetdistill_server.engine.contract import pace_warning
 from fleetdistill_server.security.pki import SERVER
 from fleetdistill_server.service import serve_lock
@@ -212,6 +213,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"evaluation_data": "none.npz"},
         "[evaluation] data: 'none.npz' does not exist",
     ),
+    "fewer devices than a round needs": (
+        {"run_min_devices": 5, "limits_devices": 2},
+        "[limits] devices is 2, but [run] min_devices is 5",
+    ),
     "a torch device that is not there": ({"server_torch_device": "cuda:99"}, "[server] torch_device: 'cuda:99' cannot"),
     "an address of somebody else": ({"server_listen": "192.0.2.1:0"}, "[server] listen is '192.0.2.1:0', which is"),
     "a PKI that is not there": (
@@ -327,7 +332,7 @@ def test_settings_without_effect_are_warned_of(tmp_path: Path) -> None:
     path = tmp_path / "server.toml"
     path.write_text(
         f'[server]\nstore = "{tmp_path / "store"}"\nlisten = "127.0.0.1:0"\nkeep_rounds = 7\ntorch_device = "cpu"\n'
-        'enrol_listen = "127.0.0.1:0"\n'
+        f'enrol_listen = "127.0.0.1:0"\ndata_directories = ["{tmp_path}", "{tmp_path / "data"}"]\n'
     )
     code, said = check(path)
     assert code == 0
@@ -335,6 +340,7 @@ def test_settings_without_effect_are_warned_of(tmp_path: Path) -> None:
         "warning: [server] torch_device, keep_rounds in the file of a server of many runs has no effect: each run has "
         "its own; set it in [server] of the run's run.toml",
         "warning: [server] enrol_listen has no effect without [server] pki",
+        f"warning: [server] data_directories: there is no directory {tmp_path / 'data'}; no run can use its data",
     ]
 
 
@@ -345,6 +351,14 @@ def test_a_section_that_is_misspelt_is_told_with_other_errors(tmp_path: Path) ->
     unknown, listen = said[0].partition("server.toml: ")[2].split("?; ")
     assert unknown == "[limts]: unknown section; did you mean 'limits'"
     assert listen.startswith("[server] listen is 5, must be")
+
+
+def test_a_misspelt_section_is_not_taken_for_one_of_a_run(tmp_path: Path) -> None:
+    assert {*RUN_SECTIONS, *SETTINGS} == set(RunConfig.model_fields)
+    for name, meant in {"engines": "did you mean 'engine'", "engine": "[engine] belongs to a run"}.items():
+        (tmp_path / "server.toml").write_text(f"[{name}]\nx = 1\n")
+        code, said = check(tmp_path / "server.toml")
+        assert (code, meant in said[0]) == (1, True), said
 
 
 @pytest.mark.parametrize("wrong", ["another CA", "expired", "later"])

@@ -115,6 +115,18 @@ def test_reply_that_cannot_be_shown_is_error_and_reading_goes_on(store: Store, t
     assert error.startswith(f"the reply of {tmp_path / 'store'} cannot be shown: 'problems'")
 
 
+def test_server_that_never_answered_is_silent_after_a_while(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
+    later, answers = 0.0, threading.Event()
+    monkeypatch.setattr(board, "time", SimpleNamespace(time=lambda: time.time() + later, monotonic=time.monotonic))
+    monkeypatch.setattr(board, "HEALTH", Subject("health", lambda: lambda source: answers.wait() and []))
+    shown = Board(feed, "title", "place")
+    assert shown.problem() is None
+    later = 13.0
+    assert shown.problem() == "the server has not answered for 13 s"
+    answers.set()
+    wait_until(lambda: shown.problem() == "", "the answer")
+
+
 def test_figures_that_cannot_be_read_again_keep_their_age(feed: Feed) -> None:
     fails, failures = threading.Event(), list[object]()
 

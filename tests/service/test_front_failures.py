@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.processes import wait_until
+from support.secured import make_pki
 
 from fleetdistill.errors import RunError
 from fleetdistill_server.config.section import as_toml
@@ -15,6 +17,7 @@ from fleetdistill_server.config.server_config import ServerConfig, ServerSection
 from fleetdistill_server.service import front_process, serve_lock
 from fleetdistill_server.service.front_process import FrontProcess
 from fleetdistill_server.service.process_state import ProcessFile
+from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.service.wakeups import make_ends
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.health import problems
@@ -34,7 +37,9 @@ def served(store: Path, config: Path) -> Iterator[FrontProcess]:
         front.stop(at_once=True)
 
 
-def test_a_front_that_fails_again_and_again_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_that_fails_again_and_again_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(front_process, "STEADY_SECONDS", 1.0)
     config = tmp_path / "server.toml"
     with (
@@ -66,6 +71,9 @@ def test_a_front_that_fails_again_and_again_is_a_problem(tmp_path: Path, monkeyp
         config.write_text(working)
         wait_until(lambda: look() == [], "the front to work again")
         assert (front.port, front.state().works, states()) == (port, True, ["works"])
+        logged = [record.getMessage() for record in caplog.records]
+        assert [line.count("listen is 5, must be text") for line in logged[1:]] == [1, 0], "one line for one cause"
+        assert logged[-1].startswith("the front works again, after ")
         front.stop(at_once=True)
         wait_until(lambda: not front.state().works, "the front to end")
         assert "failed" not in " ".join(look()), "one more failure is the first again"
@@ -78,10 +86,24 @@ def test_a_front_that_cannot_listen_at_first_ends_the_server(tmp_path: Path) -> 
         (tmp_path / "b.toml").write_text(as_toml(ServerConfig(server=server)))
         second = FrontProcess([str(tmp_path / "b.toml")], tmp_path / "other", make_ends(1)[0], None, lambda port: None)
 
-        def refused() -> bool:
-            with contextlib.suppress(RunError):
+        def refusal() -> str:
+            try:
                 second.look()
-                return False
-            return True
+            except RunError as error:
+                return str(error)
+            return ""
 
-        wait_until(refused, "the second front to fail")
+        error = wait_until(refusal, "the second front to fail")
+        assert error.startswith(f"the front cannot listen on {server.listen}: the address is in use")
+
+
+@pytest.mark.parametrize("taken", ["listen", "enrol_listen"])
+def test_the_port_that_is_taken_is_named_alone(tmp_path: Path, taken: str) -> None:
+    make_pki(tmp_path / "pki")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        addresses = {"listen": "127.0.0.1:0", "enrol_listen": "127.0.0.1:0"}
+        addresses[taken] = f"127.0.0.1:{other.getsockname()[1]}"
+        section = ServerSection(store=str(tmp_path / "store"), pki=str(tmp_path / "pki"), **addresses)  # type: ignore[arg-type]
+        supervisor = Supervisor(ServerConfig(server=section))
+        with pytest.raises(RunError, match=f"cannot listen on {addresses[taken]}: .* \\[server\\] {taken}$"):
+            supervisor.serve()

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
 from fleetdistill.errors import FleetDistillError, in_words
@@ -40,19 +40,21 @@ class Snapshot(Generic[T]):
         version: Increases whenever `value` or `error` changes; 0 before the first read.
         error: Why the newest read failed; empty if it did not.
         read_at: Unix time in seconds of the newest successful read; 0 before.
+        since: Unix time in seconds since which the subject is read.
     """
 
     value: T | None = None
     version: int = 0
     error: str = ""
     read_at: float = 0.0
+    since: float = 0.0
 
 
 @dataclass
 class _Watched:
     read: Callable[[Source], Any]
     every_seconds: float
-    snapshot: Snapshot[Any] = field(default_factory=Snapshot)
+    snapshot: Snapshot[Any]
     asked_at: float = 0.0
     due_at: float = 0.0
 
@@ -92,7 +94,8 @@ class Feed:
         with self._changed:
             watched = self._watched.get(subject.name)
             if watched is None:
-                watched = _Watched(subject.reader(), subject.every_seconds or self._every)
+                every_seconds = subject.every_seconds or self._every
+                watched = _Watched(subject.reader(), every_seconds, Snapshot(since=time.time()))
                 self._watched[subject.name] = watched
                 self._changed.notify()
             watched.asked_at = time.monotonic()
@@ -145,7 +148,7 @@ def _read(watched: _Watched, source: Source) -> Snapshot[Any]:
         value, error, at = known.value, f"{text}; use the version of the server", known.read_at
     if known.version and value == known.value and error == known.error:
         return replace(known, read_at=at)
-    return Snapshot(value, known.version + 1, error, at)
+    return Snapshot(value, known.version + 1, error, at, known.since)
 
 
 @dataclass(frozen=True)
@@ -167,11 +170,11 @@ class Board:
     def problem(self) -> str | None:
         """Returns what is wrong with the server, empty if nothing is; None if nothing has been read yet."""
         snapshot = self.feed.look(HEALTH)
-        if not snapshot.version or snapshot.error:
-            return snapshot.error or None
-        silent = time.time() - snapshot.read_at
-        text = "; ".join(snapshot.value or ())
-        return text or (f"the server has not answered for {silent:.0f} s" if silent > _SILENT_SECONDS else "")
+        silent = time.time() - (snapshot.read_at or snapshot.since)
+        text = snapshot.error or "; ".join(snapshot.value or ())
+        if text or silent > _SILENT_SECONDS:
+            return text or f"the server has not answered for {silent:.0f} s"
+        return "" if snapshot.version else None
 
     def method_figures(self, run: str) -> Mapping[str, TableRow]:
         """Returns the figures that a run's method declares, by name; empty until they have been read."""

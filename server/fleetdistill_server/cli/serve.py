@@ -67,9 +67,9 @@ def serve(
     if not check:
         _stop_on_signals(stopped)  # before the slow imports
     from fleetdistill_server.cli.serve_checks import (
+        RUN_CHECKS,
         SERVER_CHECKS,
         cautions,
-        check_certificates,
         check_new_run,
         check_security,
         problems_of_file,
@@ -104,7 +104,8 @@ def serve(
         for text in (*cautions(loaded.server, many_runs=run is None), *disk_problems(loaded.server, where[0])):
             logger.warning("%s", text)
         if run is not None:
-            check_certificates(run)
+            for run_check in RUN_CHECKS:
+                run_check(run)
         if only != Part.FRONT and run is not None:
             check_new_run(config, run, stopped)
         with tracking:

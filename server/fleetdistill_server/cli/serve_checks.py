@@ -162,6 +162,19 @@ def check_certificates(config: RunConfig) -> None:
         )
 
 
+def check_fleet(config: RunConfig) -> None:
+    """Raises ConfigurationError for a run that needs more devices than the server admits."""
+    if config.limits.devices < config.run.min_devices:
+        raise ConfigurationError(
+            f"[limits] devices is {config.limits.devices}, but [run] min_devices is {config.run.min_devices}, so no "
+            "round could begin; admit more devices, or set min_devices to at most this number"
+        )
+
+
+RUN_CHECKS = (check_certificates, check_fleet)
+"""Checks of a run's settings that each start makes besides those of its models and data."""
+
+
 def check_extras(server: ServerSection) -> None:
     """Raises ConfigurationError if a package that a setting needs is not installed."""
     for setting, (module, extra) in _OPTIONAL.items():
@@ -204,9 +217,9 @@ def check_new_run(path: Path, config: RunConfig, stopped: threading.Event) -> No
 def problems(config: RunConfig, insecure: bool) -> list[str]:
     """Returns every error that prevents a run from being served; nothing is stored."""
     model = lambda: _check_device_model(config.model.device)  # noqa: E731
-    keys = lambda: check_certificates(config)  # noqa: E731
-    checks = (lambda: _check_store(config), lambda: _built(config), model, keys, lambda: _evaluation(config))
-    return _failures(*_of_server(config.server, config.run.name, insecure), *checks)
+    checks = (lambda: _check_store(config), lambda: _built(config), model, lambda: _evaluation(config))
+    settings = [partial(check, config) for check in RUN_CHECKS]
+    return _failures(*_of_server(config.server, config.run.name, insecure), *settings, *checks)
 
 
 def problems_of_file(path: Path, error: ConfigurationError, insecure: bool) -> list[str]:
@@ -261,6 +274,8 @@ def cautions(server: ServerSection, *, many_runs: bool) -> list[str]:
         )
     if not server.pki and (unused := [name for name in _OF_TLS if name in server.model_fields_set]):
         result.append(f"[server] {', '.join(unused)} has no effect without [server] pki")
+    if absent := [path for path in server.data_directories if many_runs and not Path(path).is_dir()]:
+        result.append(f"[server] data_directories: there is no directory {', '.join(absent)}; no run can use its data")
     return [text for text in result if text]
 
 

@@ -156,7 +156,7 @@ def _ports(server: ServerSection) -> Found:
         yield OK, "free"
         return
     if any(process.name == FRONT and process.problems() for process in last_processes(Path(server.store))):
-        yield ERROR, f"the server does not listen on {server.listen}; see its processes above"
+        yield ERROR, f"the server does not answer on {server.listen}; see its processes above"
         return
     host, _, port = server.listen.rpartition(":")
     if port == "0":

@@ -182,13 +182,15 @@ def _checked(path: Path, values: dict[str, Any], problems: list[str]) -> ServerC
 
 
 def _further_section(name: str) -> str:
-    if meant := did_you_mean(name, SETTINGS):
-        return f"[{name}]: unknown section{meant}"
+    if name not in RUN_SECTIONS:
+        return f"[{name}]: unknown section{did_you_mean(name, [*SETTINGS, *RUN_SECTIONS])}"
     return (
         f"[{name}] belongs to a run, but the file has no section [run]; add [run], or keep only [server] and [limits] "
         "to serve runs made with `fleetdistill runs create`"
     )
 
 
+RUN_SECTIONS = ("run", "contract", "model", "method", "proxy", "evaluation", "engine")
+"""Sections of a run.toml that a server.toml does not have."""
 SETTINGS = {"server": list(ServerSection.model_fields), "limits": list(Limits.model_fields)}
 """Known settings of each section."""

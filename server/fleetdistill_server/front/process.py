@@ -52,8 +52,7 @@ def main() -> int:
 
 
 def _fail(error: FleetDistillError, status: int) -> int:
-    """Logs why the front ends, and tells the supervisor, which shows it to operators; returns the exit status."""
-    logger.error("%s", error)
+    """Tells the supervisor why the front ends, which logs it and shows it to operators; returns the exit status."""
     print(f"failed {' '.join(str(error).split())}", flush=True)
     return status
 

@@ -133,10 +133,6 @@ async def serve(config: ServerSection, limits: Limits, ends: Ends, ready: Callab
         enrolment = _limited_enrolment_server(guard, limits, meter)
         try:
             ports = listen_on(server, enrolment, config.listen, tls, guard.strangers)
-        except RuntimeError:
-            where = config.listen if tls is None else f"{config.listen} and {tls.enrol_listen}"
-            text = "the address is in use or not this machine's; set another in [server] listen or enrol_listen"
-            raise RunError(f"cannot listen on {where}: {text}") from None
         except ConfigurationError as error:
             raise RunError(f"cannot listen on {config.listen}: {error}") from error
         if tls is not None:

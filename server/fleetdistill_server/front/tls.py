@@ -7,7 +7,9 @@ every new connection. Open connections are not affected.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from fleetdistill.errors import ConfigurationError, RefusedError, StoreError, in_words
+from fleetdistill.errors import ConfigurationError, RefusedError, RunError, StoreError, in_words
 from fleetdistill.link.credentials import AUTHORITIES, split
 from fleetdistill.link.x509 import check_fits
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
@@ -90,15 +92,27 @@ def listen_on(server: Any, enrolment: Any, listen: str, tls: Tls | None, strange
     """Binds the ports of the gRPC servers for devices and, with TLS, for enrolment, whose strangers are bounded.
 
     Raises:
-        RuntimeError: An address cannot be bound (raised by gRPC).
+        RunError: An address cannot be bound.
         ConfigurationError: The PKI cannot be read.
     """
     if tls is None:
-        return Ports(server.add_insecure_port(listen))
-    devices = server.add_secure_port(listen, _credentials(tls.directory, True, strangers))
-    enrol = enrolment.add_secure_port(tls.enrol_listen, _credentials(tls.directory, False, strangers))
+        with _binding("listen", listen):
+            return Ports(server.add_insecure_port(listen))
+    with _binding("listen", listen):
+        devices = server.add_secure_port(listen, _credentials(tls.directory, True, strangers))
+    with _binding("enrol_listen", tls.enrol_listen):
+        enrol = enrolment.add_secure_port(tls.enrol_listen, _credentials(tls.directory, False, strangers))
     strangers.watch(devices, enrol)
     return Ports(devices, enrol)
+
+
+@contextlib.contextmanager
+def _binding(setting: str, address: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # gRPC's, whose text has no reason
+        text = f"the address is in use or not this machine's; set another in [server] {setting}"
+        raise RunError(f"cannot listen on {address}: {text}") from error
 
 
 def add_services(

@@ -53,7 +53,7 @@ class FrontProcess:
         self.port: int | None = None
         self.enrol_port: int | None = None
         self._failures = 0  # ends in a row of fronts that did not listen for `STEADY_SECONDS`
-        self._ending = ""  # how the last one ended
+        self._ending = self._logged = ""  # how the last one ended, and what was last logged of that
         self._start_at: float | None = None  # when the next one is started
         self._failure = ""  # what the process said of its end
         self._listens_since: float | None = None
@@ -77,7 +77,7 @@ class FrontProcess:
         code = self._child.process.poll()
         if code is None:
             if self._is_steady:
-                self._failures = 0
+                self._note_works()
             silent = self._beats.silent_seconds()
             hang = self._beats.log_hang("the front")
             if not self._beats.seen or silent < FRONT_TIMEOUT_SECONDS:
@@ -86,12 +86,15 @@ class FrontProcess:
             self._child.process.wait()
             self._ending = f"the front sent no heartbeat for {silent:.0f} s and was killed"
         elif code == EXIT_CANNOT_LISTEN and self.port is None:
-            raise RunError(f"see {self._log or 'the log above'}")
+            self._reader.join(_READ_SECONDS)
+            raise RunError(f"the front {self._failure}")
         else:
             self._reader.join(_READ_SECONDS)
             self._ending = f"the front {self._failure}" if self._failure else ending_in_words("the front", code)
         self._failures += 1
-        logger.warning("%s; restarting it", self._ending)
+        if self._ending != self._logged:  # one line for a port that stays taken, not one every few seconds
+            self._logged = self._ending
+            logger.warning("%s; restarting it", self._ending)
         if self._failures == 1:
             return self._start_again()
         self._start_at = time.monotonic() + min(0.2 * 2**self._failures, _MAX_PAUSE_SECONDS)
@@ -114,6 +117,11 @@ class FrontProcess:
     def _is_steady(self) -> bool:
         """Whether the front has listened for a while."""
         return self._listens_since is not None and time.monotonic() - self._listens_since >= STEADY_SECONDS
+
+    def _note_works(self) -> None:
+        if self._failures > 1:
+            logger.warning("the front works again, after %d failures", self._failures)
+        self._failures, self._logged = 0, ""
 
     def state(self) -> ProcessState:
         """Returns what metrics say of the process."""

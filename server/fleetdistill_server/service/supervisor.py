@@ -278,12 +278,7 @@ class Supervisor:
         self._check_short_rounds()
 
     def _look_after_front(self, front: FrontProcess) -> None:
-        try:
-            event = front.look()
-        except RunError as error:
-            tls = self._server.tls()
-            where = self._server.listen if tls is None else f"{self._server.listen} and {tls.enrol_listen}"
-            raise RunError(f"the front cannot listen on {where}; {error}") from error
+        event = front.look()
         if event is None:
             return
         with contextlib.suppress(StoreError):  # the database may be away too
