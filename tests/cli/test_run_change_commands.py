@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -67,6 +68,17 @@ def test_creating_a_run_again_tells_what_has_changed(folder: Path) -> None:
     assert runs("create", "run.toml").stdout == (
         "run 'digits' has new settings (run.rounds was 5, is 7), and is stopped: finished, and now has 7 rounds\n"
     )
+
+
+def test_each_change_of_settings_is_an_event_of_the_run(folder: Path) -> None:
+    runs("create", "run.toml")
+    (folder / "run.toml").write_text(f"{RUN}[server]\nkeep_rounds = 7\n")
+    for _ in range(2):
+        runs("create", "run.toml")
+    events = json.loads(runs("show", "digits", "--json").stdout)["events"]
+    assert [event["text"] for event in events if event["kind"] == "settings-changed"] == [
+        "server.keep_rounds was 1, is 7; an engine of the run reads its settings when it starts"
+    ]
 
 
 def test_a_run_that_no_server_works_on_is_started_with_a_warning(folder: Path) -> None:

@@ -81,7 +81,7 @@ def test_what_the_operator_decides_may_change_at_each_start(store: Store, name: 
     assert row_of(store).config["run"][name] == OPERATED[name]
     (event,) = store.history.events("digits", "settings-changed")
     assert event.text.startswith(f"run.{name} was ")
-    assert event.text.endswith(f", is {OPERATED[name]}")
+    assert event.text.endswith(f", is {OPERATED[name]}; an engine of the run reads its settings when it starts")
     assert row_of(store).completed_rounds == 1
 
 

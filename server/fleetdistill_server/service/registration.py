@@ -52,9 +52,11 @@ def register(store: Store, config: RunConfig, status: RunStatus = RunStatus.PREP
             return
         if "run.rounds" in changes:
             _check_rounds(run, config.run.rounds)
+        if noted := changed_settings(store, config):
+            text = f"{describe_changes(noted)}; an engine of the run reads its settings when it starts"
+            store.history.add_event(name, "settings-changed", text)
         if changes:
             store.runs.change(name, settings, _with_settings(run.contract, config))
-            store.history.add_event(name, "settings-changed", describe_changes(changes))
         if "run.buffer_answers" in changes and not config.run.buffer_answers:
             store.runs.settle_closed(name, "rounds are no longer buffered")
         if run.status is RunStatus.FINISHED and _has_rounds_left(run, config.run.rounds):
