@@ -52,7 +52,7 @@ class BareService(service_pb2_grpc.DeviceServiceServicer):
 
     def __init__(self) -> None:
         random = np.random.default_rng(0)
-        chunks = [knowledge_pb2.TensorChunk(data=random.bytes(wire.CHUNK_BYTES)) for _ in range(_DISTINCT)]
+        chunks = [knowledge_pb2.Chunk(data=random.bytes(wire.CHUNK_BYTES)) for _ in range(_DISTINCT)]
         self._responses = [service_pb2.DownloadResponse(chunk=chunk) for chunk in chunks]
 
     async def Upload(self, request_iterator: Any, context: Any) -> service_pb2.UploadResponse:

@@ -125,7 +125,7 @@ class LoggedLink(GrpcLink):
     def upload(
         self,
         header: service_pb2.UploadHeader,
-        chunks: Iterator[knowledge_pb2.TensorChunk],  # type: ignore[override]
+        chunks: Iterator[knowledge_pb2.Chunk],  # type: ignore[override]
     ) -> service_pb2.Receipt:
         again = self._rng.choice(("after", "during", "other attempt")) if self._rng.random() < self._twice else ""
         if not again or header.first_byte:
@@ -142,9 +142,7 @@ class LoggedLink(GrpcLink):
             self._upload(copy, iter(data))
         return receipt
 
-    def _upload(
-        self, header: service_pb2.UploadHeader, chunks: Iterator[knowledge_pb2.TensorChunk]
-    ) -> service_pb2.Receipt:
+    def _upload(self, header: service_pb2.UploadHeader, chunks: Iterator[knowledge_pb2.Chunk]) -> service_pb2.Receipt:
         name = header.name
         sent = Record(SENT, name.round, name.step_number, name.attempt, identity(header.payload).hex())
         self._log.add(replace(sent, first_byte=header.first_byte))
@@ -158,7 +156,7 @@ class LoggedLink(GrpcLink):
         return receipt
 
     @contextlib.contextmanager
-    def _meanwhile(self, header: service_pb2.UploadHeader, data: list[knowledge_pb2.TensorChunk]) -> Iterator[None]:
+    def _meanwhile(self, header: service_pb2.UploadHeader, data: list[knowledge_pb2.Chunk]) -> Iterator[None]:
         """Sends the same upload from another thread at the same time."""
 
         def send() -> None:

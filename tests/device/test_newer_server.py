@@ -57,7 +57,7 @@ class NewerServer:
         from fleetdistill.wire import payload as wire
 
         chunks = wire.chunks(self.payload.source, self.payload.slots, first_byte)
-        messages = (knowledge_pb2.TensorChunk(**chunk._replace(data=bytes(chunk.data))._asdict()) for chunk in chunks)
+        messages = (knowledge_pb2.Chunk(**chunk._replace(data=bytes(chunk.data))._asdict()) for chunk in chunks)
         return newer(self.payload.header()), map(newer, messages)
 
     def heartbeat(self, identity: Any) -> None: ...

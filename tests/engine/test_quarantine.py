@@ -505,7 +505,7 @@ class NotingLink(MemoryLink):
     def upload(
         self,
         header: service_pb2.UploadHeader,
-        chunks: Iterator[knowledge_pb2.TensorChunk],  # type: ignore[override]
+        chunks: Iterator[knowledge_pb2.Chunk],  # type: ignore[override]
     ) -> service_pb2.Receipt:
         receipt = super().upload(header, chunks)
         self.receipts.add(receipt.id)

@@ -288,7 +288,7 @@ def test_device_downloading_after_round_end_stays_in_run(tmp_path: Path) -> None
 
         def download(
             self, identity: service_pb2.Identity, sha256: bytes, first_byte: int
-        ) -> tuple[knowledge_pb2.PayloadHeader, Iterator[knowledge_pb2.TensorChunk]]:
+        ) -> tuple[knowledge_pb2.PayloadHeader, Iterator[knowledge_pb2.Chunk]]:
             ask = store.asks.next_open(RUN, identity.device)
             if ask is not None and ask.payload == sha256 and not refused:
                 refused.append(sha256)

@@ -134,7 +134,7 @@ def sends_garbage(device: ThirdDevice, ask: service_pb2.Ask) -> None:
 
 
 def sends_chunks_without_a_header(device: ThirdDevice, ask: service_pb2.Ask) -> None:
-    chunk = knowledge_pb2.TensorChunk(data=b"abc")
+    chunk = knowledge_pb2.Chunk(data=b"abc")
     device.raw(iter([service_pb2.UploadRequest(chunk=chunk).SerializeToString()] * 3))
 
 

@@ -238,7 +238,7 @@ def download(payload: Payload, link: Link) -> list[Counted]:
     return counts
 
 
-@pytest.mark.parametrize("sent", [0, 1, 3])
+@pytest.mark.parametrize("sent", [0, 1, 2])
 def test_a_download_that_breaks_is_counted_once(sent: int) -> None:
     link = Link(sent)
     assert len(download(make_payload(), link)) == 1
@@ -253,7 +253,7 @@ def test_a_download_sends_every_chunk_and_is_counted_once(rows: int) -> None:
     header, *others = link.messages
     assert header.header == payload.header()
     assert sum(len(message.chunk.data) for message in others) == payload.data_bytes == counted.tensor.total()
-    places = [(message.chunk.tensor, message.chunk.offset) for message in others]
+    places = [message.chunk.offset for message in others]
     assert places == sorted(set(places))
 
 

@@ -481,7 +481,7 @@ def test_two_streams_of_one_upload_end_in_one_receipt(client: Client, store: Sto
 def test_no_message_may_be_over_4_mib(client: Client, store: Store) -> None:
     name, payload = ask(store, client), make_payload()
     with refused() as result:
-        client.send([client.header(name, payload), *as_messages([make_chunk(0, 0, b"\0" * (4 << 20))])])
+        client.send([client.header(name, payload), *as_messages([make_chunk(0, b"\0" * (4 << 20))])])
     assert result[0].status is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert client.upload(name, payload, client.status(name).next_byte).sha256 == payload.sha256
 
@@ -489,7 +489,7 @@ def test_no_message_may_be_over_4_mib(client: Client, store: Store) -> None:
 def test_a_chunk_over_1_mib_is_refused(client: Client, store: Store) -> None:
     name, payload = ask(store, client), make_payload(rows=150_000)
     with refused() as result:
-        client.send([client.header(name, payload), *as_messages([make_chunk(0, 0, b"\0" * ((1 << 20) + 1))])])
+        client.send([client.header(name, payload), *as_messages([make_chunk(0, b"\0" * ((1 << 20) + 1))])])
     assert (result[0].status, result[0].reason) == (grpc.StatusCode.INVALID_ARGUMENT, "bad-message")
 
 
@@ -530,7 +530,7 @@ def test_a_broken_stream_does_not_stall_the_others() -> None:
 
     async def messages() -> AsyncIterator[Chunk | service_pb2.UploadRequest]:
         yield service_pb2.UploadRequest(header=service_pb2.UploadHeader())
-        yield Chunk(0, 0, b"a", 0)
+        yield Chunk(0, b"a", 0)
         await asyncio.Event().wait()
 
     async def break_one() -> None:
@@ -589,7 +589,7 @@ def test_a_download_comes_whole_and_with_checksums(client: Client, store: Store)
     chunks = [item.chunk for item in rest]
     assert len(chunks) > 3
     assert all(len(chunk.data) <= wire.CHUNK_BYTES for chunk in chunks)
-    assert chunks == [make_chunk(chunk.tensor, chunk.offset, chunk.data) for chunk in chunks]
+    assert chunks == [make_chunk(chunk.offset, chunk.data) for chunk in chunks]
     assert b"".join(chunk.data for chunk in chunks) == data_of(payload)
 
 

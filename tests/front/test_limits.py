@@ -632,9 +632,7 @@ def test_a_chunk_that_unpacks_to_too_much_costs_no_memory(client: Client, store:
     name, payload = ask(store, client), make_payload()
     packer = zstandard.ZstdCompressor(level=19).compressobj(size=mebibytes << 20)
     bomb = b"".join(packer.compress(bytes(1 << 20)) for _ in range(mebibytes)) + packer.flush()
-    chunk = knowledge_pb2.TensorChunk(
-        data=bomb, crc32c=google_crc32c.value(bomb), compression=knowledge_pb2.COMPRESSION_ZSTD
-    )
+    chunk = knowledge_pb2.Chunk(data=bomb, crc32c=google_crc32c.value(bomb), compression=knowledge_pb2.COMPRESSION_ZSTD)
     with refused() as result:
         client.send([client.header(name, payload), service_pb2.UploadRequest(chunk=chunk)])
     assert result[0].reason == Code.BAD_MESSAGE

@@ -17,7 +17,7 @@ from fleetdistill.link.grpc_link import GrpcLink
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.v1 import service_pb2
-from fleetdistill.wire.v1.knowledge_pb2 import PayloadHeader, TensorChunk
+from fleetdistill.wire.v1.knowledge_pb2 import Chunk, PayloadHeader
 from fleetdistill_server.store.records import Upload
 from fleetdistill_server.store.store import Store
 
@@ -108,12 +108,12 @@ class RestartingLink(GrpcLink):
 
     def download(
         self, identity: service_pb2.Identity, sha256: bytes, first_byte: int
-    ) -> tuple[PayloadHeader, Iterator[TensorChunk]]:
+    ) -> tuple[PayloadHeader, Iterator[Chunk]]:
         self.first_bytes.append(first_byte)
         header, chunks = super().download(identity, sha256, first_byte)
         return header, self._killing(chunks) if len(self.first_bytes) == 1 else chunks  # type: ignore[arg-type, return-value]
 
-    def _killing(self, chunks: Iterator[TensorChunk]) -> Iterator[TensorChunk]:
+    def _killing(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         yield next(chunks)
         self._front.kill()
         try:

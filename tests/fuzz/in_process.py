@@ -31,7 +31,7 @@ from fleetdistill_server.store.store import Store
 RUN = "digits"
 DEVICE = "d1"
 _SPECIAL = np.array([np.nan, np.inf, -np.inf, 1e38, -1.0, 0.0], "<f4").view("<u4")
-Chunk = knowledge_pb2.TensorChunk
+Chunk = knowledge_pb2.Chunk
 
 
 class Bytes:
@@ -88,12 +88,8 @@ def _chunks(
 ) -> list[Chunk]:
     """The data cut as the header's tensors say, as far as the data go."""
     size = random.choice(sizes)
-    cut = [
-        (number, start - slot.start, data[start : min(start + size, slot.stop)])
-        for number, slot in enumerate(places)
-        for start in range(slot.start, min(slot.stop, len(data)), size)
-    ]
-    return [Chunk(tensor=t, offset=o, data=d, crc32c=google_crc32c.value(d)) for t, o, d in cut]
+    cut = [(start, data[start : start + size]) for start in range(0, len(data), size)]
+    return [Chunk(offset=start, data=piece, crc32c=google_crc32c.value(piece)) for start, piece in cut]
 
 
 def _disturbed(random: Random, chunks: list[Chunk]) -> list[Chunk]:

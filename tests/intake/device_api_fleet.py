@@ -111,7 +111,7 @@ class Fleet:
         return row.status, row.reason
 
 
-def feed(session: UploadSession, chunks: Iterable[knowledge_pb2.TensorChunk]) -> None:
+def feed(session: UploadSession, chunks: Iterable[knowledge_pb2.Chunk]) -> None:
     for chunk in chunks:
         session.feed(chunk)
 

@@ -29,7 +29,7 @@ def take_in(
     contract: contract_pb2.Contract | None = None,
     expects: dict[str, str] | None = None,
     header: knowledge_pb2.PayloadHeader | None = None,
-    chunks: Iterable[knowledge_pb2.TensorChunk] | None = None,
+    chunks: Iterable[knowledge_pb2.Chunk] | None = None,
     samples: int | None = None,
 ) -> Ingest:
     """Sends a payload of device d1 through the checks, whole."""

@@ -162,7 +162,7 @@ def test_a_digest_of_another_length_is_refused(sha256: bytes) -> None:
 # --- chunks
 
 
-def _stream(payload: Payload) -> list[knowledge_pb2.TensorChunk]:
+def _stream(payload: Payload) -> list[knowledge_pb2.Chunk]:
     return in_pieces(payload, 8)
 
 
@@ -172,9 +172,18 @@ def test_chunk_with_wrong_checksum_is_refused_naming_its_place() -> None:
     error = refusal(make_payload(), chunks=chunks)
     assert said(error) == (
         Code.CHECKSUM,
-        "device d1: a chunk of tensor 1 at byte 8 fails its CRC-32C check; send it again",
+        "device d1: a chunk at byte 40 fails its CRC-32C check; send it again",
     )
     assert error.details["tensor"] == "knowledge/features/cut"
+
+
+@pytest.mark.parametrize("size", [1, 7, 40, 1 << 20])
+def test_the_place_of_a_bad_value_is_told_however_data_are_cut(size: int) -> None:
+    """Also in a chunk that covers several tensors."""
+    payload = make_payload(labels=i32([1, 2, 9, 0]))
+    error = refusal(payload, chunks=in_pieces(payload, size))
+    assert said(error) == (Code.BAD_VALUE, "device d1: label 9 outside [0, 3) at row 2 of knowledge/labels")
+    assert (error.details["tensor"], error.details["row"]) == ("knowledge/labels", "2")
 
 
 def test_a_changed_byte_is_found_by_the_checksum() -> None:
@@ -213,19 +222,19 @@ def test_an_upload_that_ends_early_is_incomplete() -> None:
 
 def test_an_upload_that_goes_on_after_its_end_is_refused() -> None:
     payload = make_payload()
-    error = refusal(payload, chunks=[*_stream(payload), make_chunk(3, 16, b"more")])
+    error = refusal(payload, chunks=[*_stream(payload), make_chunk(payload.data_bytes, b"more")])
     assert said(error) == (
         Code.BAD_MESSAGE,
-        "device d1: a chunk ends at byte 20, but knowledge/labels has 16 bytes",
+        "device d1: a chunk ends at byte 164, but the payload has 160 bytes",
     )
 
 
-def test_a_chunk_over_the_border_of_its_tensor_is_refused() -> None:
+def test_a_chunk_over_the_end_of_the_payload_is_refused() -> None:
     payload = make_payload()
-    error = refusal(payload, chunks=[make_chunk(0, 0, data_of(payload)[:40])])
+    error = refusal(payload, chunks=[make_chunk(payload.data_bytes - 4, bytes(8))])
     assert said(error) == (
         Code.BAD_MESSAGE,
-        "device d1: a chunk ends at byte 40, but knowledge/sample_ids has 32 bytes",
+        "device d1: a chunk ends at byte 164, but the payload has 160 bytes",
     )
 
 
@@ -233,15 +242,10 @@ def test_a_chunk_over_the_border_of_its_tensor_is_refused() -> None:
 def test_chunks_that_are_empty_or_too_large_are_refused(size: int) -> None:
     payload = encode({"x": k.ModelParameters(parameters={"w": np.zeros(CHUNK_BYTES, FLOAT32)})})
     contract = make_contract(max_upload_bytes=8 * CHUNK_BYTES)
-    chunks = [make_chunk(0, 0, bytes(size))]
+    chunks = [make_chunk(0, bytes(size))]
     error = refusal(payload, contract=contract, chunks=chunks, expects={"x": "model_parameters"})
     assert said(error) == (Code.BAD_MESSAGE, f"device d1: a chunk has {size} bytes, must be 1 to 1048576")
     take_in(payload, contract=contract, expects={"x": "model_parameters"})
-
-
-def test_a_chunk_for_a_tensor_that_does_not_exist_is_refused() -> None:
-    error = refusal(make_payload(), chunks=[make_chunk(4, 0, b"data")])
-    assert said(error) == (Code.BAD_MESSAGE, "device d1: a chunk names tensor 4, but the payload has 4 tensors")
 
 
 @pytest.mark.parametrize(
@@ -269,8 +273,8 @@ def test_an_upload_that_goes_on_is_checked_like_a_whole_one(data: st.DataObject)
     ingest = Ingest("d1", payload.header(), make_contract(), EXPECTS)
     assert ingest.start(staging) == held
     places = {held, *data.draw(st.sets(st.integers(0, len(whole)), max_size=5))}
-    for chunk in cut_at(whole, payload.slots, places):
-        if payload.slots[chunk.tensor].start + chunk.offset >= held:
+    for chunk in cut_at(whole, places):
+        if chunk.offset >= held:
             ingest.feed(chunk)
     ingest.finish()
     assert staging.read(0, len(whole)) == whole

@@ -116,7 +116,7 @@ def test_nan_in_late_chunk_stops_upload_before_next_chunk() -> None:
     ingest = Ingest("d1", payload.header(), make_contract(), EXPECTS)
     staging = MemoryBlobs().stage("key", payload.parts)
     ingest.start(staging)
-    parts = list(cut_at(data_of(payload), payload.slots, {start + 98, start + 101}))
+    parts = list(cut_at(data_of(payload), {start, start + 98, start + 101}))
     for chunk in parts[:2]:  # the ids, and the features up to the middle of the bad element
         ingest.feed(chunk)
     with pytest.raises(RefusedError, match="device d1: non-finite features at row 6 of knowledge/features/cut"):

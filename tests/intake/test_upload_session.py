@@ -17,7 +17,6 @@ from support.wire_samples import (
 )
 
 from fleetdistill.errors import RefusedError, StoreError
-from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import knowledge_pb2
 from fleetdistill_server.intake.device_api import DeviceApi
@@ -25,7 +24,7 @@ from fleetdistill_server.intake.uploads import UploadSession
 from fleetdistill_server.store.store import Store
 
 
-def takes(session: UploadSession, chunk: knowledge_pb2.TensorChunk) -> bool:
+def takes(session: UploadSession, chunk: knowledge_pb2.Chunk) -> bool:
     """Whether the session is the one that counts."""
     try:
         session.feed(chunk)
@@ -225,12 +224,8 @@ def test_whatever_goes_wrong_ends_the_session(any_fleet: Fleet, monkeypatch: pyt
     assert any_fleet.api.limiter._calls.all == 0
     monkeypatch.undo()
     session = any_fleet.begin(identity, payload, first_byte=any_fleet.status(identity).next_byte)
-    feed(session, [piece for piece in in_pieces(payload, 16) if place_of(payload, piece) >= session.held])
+    feed(session, [piece for piece in in_pieces(payload, 16) if piece.offset >= session.held])
     assert session.finish().sha256 == payload.sha256
-
-
-def place_of(payload: Payload, chunk: knowledge_pb2.TensorChunk) -> int:
-    return payload.slots[chunk.tensor].start + chunk.offset
 
 
 def test_refused_upload_ends_even_if_staged_data_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from fleetdistill_server.intake.uploads import UploadSession
 from fleetdistill_server.store.retention import sweep
 
 
-def feed_all(session: UploadSession, chunks: Iterable[knowledge_pb2.TensorChunk]) -> service_pb2.Receipt:
+def feed_all(session: UploadSession, chunks: Iterable[knowledge_pb2.Chunk]) -> service_pb2.Receipt:
     feed(session, chunks)
     return session.finish()
 
@@ -172,12 +172,7 @@ def test_the_bytes_of_a_refused_upload_are_counted_as_such(any_fleet: Fleet, bad
     any_fleet.ask()
     payload = make_payload(labels=i32([9, 0, 0, 0])) if bad == "value" else make_payload()
     chunks = in_pieces(payload, 16)
-    taken = [chunk for chunk in chunks if chunk.tensor == 0 or bad != "value"][:3]
-    wrong = (
-        next(chunk for chunk in chunks if chunk.tensor == payload.slots.index(label_slot(payload)))
-        if bad == "value"
-        else chunks[3]
-    )
+    wrong = chunks[label_slot(payload).start // 16 if bad == "value" else 3]
     if bad == "checksum":
         wrong.crc32c ^= 1
     if bad == "header":
@@ -185,7 +180,7 @@ def test_the_bytes_of_a_refused_upload_are_counted_as_such(any_fleet: Fleet, bad
             any_fleet.begin(identity, payload, samples=0)
         assert refused_bytes(any_fleet) == payload.header().ByteSize()
         return
-    sent = chunks[: chunks.index(wrong) + 1] if bad == "value" else [*taken, wrong]
+    sent = chunks[: chunks.index(wrong) + 1]
     session = any_fleet.begin(identity, payload)
     with pytest.raises(RefusedError):
         feed(session, sent)
@@ -319,7 +314,7 @@ def test_what_went_wrong_on_the_way_may_be_sent_again(any_fleet: Fleet, how: str
     first = any_fleet.status(identity).next_byte
     assert first == (payload.data_bytes - 16 if how == "short" else 0)  # nothing doubtful is kept
     again = any_fleet.begin(identity, payload, first_byte=first)
-    feed(again, [c for c in in_pieces(payload, 16) if payload.slots[c.tensor].start + c.offset >= first])
+    feed(again, [c for c in in_pieces(payload, 16) if c.offset >= first])
     assert again.finish().sha256 == payload.sha256
 
 

@@ -34,7 +34,7 @@ class Server:
         self.payloads = {payload.sha256: payload for payload in payloads}
         self.first_bytes: list[int] = []
         self.break_after: list[int] = []
-        self.spoil: Callable[[knowledge_pb2.TensorChunk], None] = lambda chunk: None
+        self.spoil: Callable[[knowledge_pb2.Chunk], None] = lambda chunk: None
         self.sent = 0
 
     def download(self, identity: Any, sha256: bytes, first_byte: int) -> Any:
@@ -46,14 +46,14 @@ class Server:
             payload, first_byte, self.break_after.pop(0) if self.break_after else None
         )
 
-    def _chunks(self, payload: Payload, first: int, limit: int | None) -> Iterator[knowledge_pb2.TensorChunk]:
+    def _chunks(self, payload: Payload, first: int, limit: int | None) -> Iterator[knowledge_pb2.Chunk]:
         place = 0
         for chunk in in_pieces(payload, PIECE):
-            start = payload.slots[chunk.tensor].start + chunk.offset
+            start = chunk.offset
             if start + len(chunk.data) <= first:
                 continue
             cut = max(first - start, 0)
-            chunk = knowledge_pb2.TensorChunk(tensor=chunk.tensor, offset=chunk.offset + cut, data=chunk.data[cut:])
+            chunk = knowledge_pb2.Chunk(offset=chunk.offset + cut, data=chunk.data[cut:])
             chunk.crc32c = google_crc32c.value(chunk.data)
             if limit is not None and place == limit:
                 raise LinkError("the connection broke")
@@ -203,7 +203,7 @@ def test_a_chunk_that_fails_its_checksum_is_fetched_again(tmp_path: Path) -> Non
     payload, server = make_payload(50), Server(make_payload(50))
     spoiled = [5]
 
-    def spoil(chunk: knowledge_pb2.TensorChunk) -> None:
+    def spoil(chunk: knowledge_pb2.Chunk) -> None:
         spoiled[0] -= 1
         if spoiled[0] == 0:
             chunk.data = bytes([chunk.data[0] ^ 1]) + chunk.data[1:]
@@ -261,7 +261,7 @@ def test_more_data_than_announced_are_refused_at_once(tmp_path: Path) -> None:
     payload = make_payload(50)
     server = Server(payload)
 
-    def more(chunk: knowledge_pb2.TensorChunk) -> None:
+    def more(chunk: knowledge_pb2.Chunk) -> None:
         chunk.data = bytes(payload.data_bytes)
         chunk.crc32c = google_crc32c.value(chunk.data)
 

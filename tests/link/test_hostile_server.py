@@ -232,7 +232,7 @@ def test_a_tensor_of_2_to_the_50_rows_without_data_is_declined(tmp_path: Path, s
 def test_a_download_of_empty_chunks_comes_to_an_end(tmp_path: Path) -> None:
     header, sha256 = hollow([2], 32)
     link = LyingLink(ask(payload=sha256))
-    link.payloads[sha256] = (header, [knowledge_pb2.TensorChunk()])
+    link.payloads[sha256] = (header, [knowledge_pb2.Chunk()])
     device, _ = device_at(link, tmp_path)
     with device:
         device.run()

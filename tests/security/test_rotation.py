@@ -90,7 +90,7 @@ def test_device_renews_before_expiry_and_open_upload_continues(
         link.heartbeat(IDENTITY)  # as the SDK's heartbeat thread does while an upload is under way
         return enrolment.current() is not first
 
-    def chunks() -> Iterator[knowledge_pb2.TensorChunk]:
+    def chunks() -> Iterator[knowledge_pb2.Chunk]:
         pieces = iter(in_pieces(payload, 64))
         yield next(pieces)
         wait_until(renewed, "the renewal")

@@ -472,11 +472,9 @@ class _Sender:
         session = self.api.uploads.begin(header)
         try:
             for chunk in in_pieces(self.payload, 100_000):
-                start = self.payload.slots[chunk.tensor].start + chunk.offset
-                if start + len(chunk.data) > first:
-                    rest = chunk.data[max(first - start, 0) :]
-                    offset = chunk.offset + max(first - start, 0)
-                    session.feed(make_chunk(chunk.tensor, offset, rest))
+                if chunk.offset + len(chunk.data) > first:
+                    known = max(first - chunk.offset, 0)
+                    session.feed(make_chunk(chunk.offset + known, chunk.data[known:]))
             return session.finish()
         finally:
             session.abandon()

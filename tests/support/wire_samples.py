@@ -13,7 +13,7 @@ import numpy as np
 from fleetdistill.knowledge import Array, Metric, Metrics, SampleKnowledge
 from fleetdistill.wire.codec import ArraySource, Payload, encode
 from fleetdistill.wire.digests import Algorithm, digest
-from fleetdistill.wire.payload import ELEMENT_TYPES, Slot, slots
+from fleetdistill.wire.payload import ELEMENT_TYPES, slots
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2, tensor_pb2
 
 CLASSES = 3
@@ -111,23 +111,20 @@ def data_of(payload: Payload) -> bytes:
     return payload.source.read(0, payload.data_bytes)
 
 
-def make_chunk(tensor: int, offset: int, data: bytes) -> knowledge_pb2.TensorChunk:
+def make_chunk(offset: int, data: bytes) -> knowledge_pb2.Chunk:
     """A chunk with the right checksum."""
-    return knowledge_pb2.TensorChunk(tensor=tensor, offset=offset, data=data, crc32c=google_crc32c.value(data))
+    return knowledge_pb2.Chunk(offset=offset, data=data, crc32c=google_crc32c.value(data))
 
 
-def cut_at(data: bytes, all_slots: Iterable[Slot], places: Iterable[int]) -> Iterator[knowledge_pb2.TensorChunk]:
-    """Chunks of a payload's data, cut at these byte positions and wherever a tensor ends."""
-    places = set(places)
-    for number, slot in enumerate(all_slots):
-        borders = sorted({slot.start, slot.stop, *(p for p in places if slot.start < p < slot.stop)})
-        for start, stop in pairwise(borders):
-            yield make_chunk(number, start - slot.start, data[start:stop])
+def cut_at(data: bytes, places: Iterable[int]) -> Iterator[knowledge_pb2.Chunk]:
+    """Chunks of a payload's data, cut at these byte positions."""
+    for start, stop in pairwise(sorted({0, len(data), *places})):
+        yield make_chunk(start, data[start:stop])
 
 
-def in_pieces(payload: Payload, size: int) -> list[knowledge_pb2.TensorChunk]:
+def in_pieces(payload: Payload, size: int) -> list[knowledge_pb2.Chunk]:
     """Chunks of a payload that end at every multiple of `size` bytes."""
-    return list(cut_at(data_of(payload), payload.slots, range(0, payload.data_bytes, size)))
+    return list(cut_at(data_of(payload), range(0, payload.data_bytes, size)))
 
 
 def make_identity(device: str = "d1", secret: bytes = b"", run: str = "digits") -> service_pb2.Identity:

@@ -32,6 +32,7 @@ from fleetdistill.wire.digests import digest
 from fleetdistill.wire.payload import (
     CHUNK_BYTES,
     DTYPES,
+    JOINED_BYTES,
     MAX_AXES,
     MAX_NAME,
     MAX_TENSORS,
@@ -306,7 +307,7 @@ def test_any_cut_into_chunks_gives_the_same_blob(data: st.DataObject) -> None:
     contract = make_contract(knowledge_type=tensor_pb2.ELEMENT_TYPE_FLOAT16)
     ingest = Ingest("d1", payload.header(), contract, EXPECTS)
     assert ingest.start(staging) == 0
-    for chunk in cut_at(whole, payload.slots, places):
+    for chunk in cut_at(whole, places):
         ingest.feed(chunk)
     ingest.finish()
     staging.commit(payload.sha256)
@@ -326,11 +327,24 @@ def test_chunks_from_any_byte_on_are_the_rest_of_the_data(sizes: list[int], shar
     assert b"".join(chunk.data for chunk in result) == data_of(payload)[first:]
     place = first
     for chunk in result:
-        slot = payload.slots[chunk.tensor]
-        assert slot.start + chunk.offset == place
-        assert 1 <= len(chunk.data) <= min(CHUNK_BYTES, slot.nbytes - chunk.offset)  # so it never spans two tensors
+        assert chunk.offset == place
+        assert 1 <= len(chunk.data) <= CHUNK_BYTES
+        covers = [slot for slot in payload.slots if slot.start < place + len(chunk.data) and place < slot.stop]
+        assert len(covers) == 1 or len(chunk.data) <= JOINED_BYTES
         assert google_crc32c.value(bytes(chunk.data)) == chunk.crc32c
         place += len(chunk.data)
+
+
+def test_small_neighbours_share_a_chunk_and_large_do_not() -> None:
+    sizes = {"a": 10, "b": 20, "c": JOINED_BYTES, "d": 30, "e": 40}
+    payload = raw_payload({name: np.zeros(size, np.uint8) for name, size in sizes.items()})
+    assert [len(chunk.data) for chunk in chunks(payload.source, payload.slots)] == [30, JOINED_BYTES, 70]
+    both = encode({"x": make_knowledge(2), "y": k.ModelParameters(parameters={"w": np.zeros(3, FLOAT32)})})
+    kinds = [
+        {slot.kind for slot in both.slots if chunk.offset <= slot.start < chunk.offset + len(chunk.data)}
+        for chunk in chunks(both.source, both.slots)
+    ]
+    assert kinds == [{"sample_knowledge"}, {"model_parameters"}]
 
 
 # --- digest
@@ -362,7 +376,7 @@ def test_the_digest_changes_with_shape_type_and_kind() -> None:
 
 def test_equal_parts_have_equal_digests_however_data_are_cut() -> None:
     payload = make_payload()
-    cut = [chunk.data for chunk in cut_at(data_of(payload), payload.slots, range(0, payload.data_bytes, 3))]
+    cut = [chunk.data for chunk in cut_at(data_of(payload), range(0, payload.data_bytes, 3))]
     assert digest(payload.parts, iter(cut)) == payload.sha256 == make_payload().sha256
 
 

@@ -33,7 +33,7 @@ def _class_of(path: Path) -> type[Message]:
 
 
 def test_every_message_of_the_wire_is_known() -> None:
-    assert {"Identity", "UploadHeader", "Receipt", "TensorChunk", "Contract", "Part"} <= MESSAGES.keys()
+    assert {"Identity", "UploadHeader", "Receipt", "Chunk", "Contract", "Part"} <= MESSAGES.keys()
 
 
 def test_golden_bytes_cover_every_message_with_every_field() -> None:

@@ -26,7 +26,7 @@ def test_the_codec_writes_these_vectors(written: Any, key: str) -> None:
 
 def test_a_zstandard_chunk_is_read(written: Any) -> None:
     for item in written["compressed"]:
-        chunk = knowledge_pb2.TensorChunk.FromString(bytes.fromhex(item["chunk"]))
+        chunk = knowledge_pb2.Chunk.FromString(bytes.fromhex(item["chunk"]))
         assert chunk.compression == knowledge_pb2.COMPRESSION_ZSTD
         assert chunk_data(chunk).hex() == item["data"]
 

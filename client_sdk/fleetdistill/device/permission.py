@@ -440,4 +440,4 @@ def _interruptible(check: Callable[[], None] = check_may_continue) -> Iterator[N
 
 
 def _bytes_of(chunk: AnyChunk) -> int:
-    return chunk.ByteSize() if isinstance(chunk, knowledge_pb2.TensorChunk) else len(chunk.data)
+    return chunk.ByteSize() if isinstance(chunk, knowledge_pb2.Chunk) else len(chunk.data)

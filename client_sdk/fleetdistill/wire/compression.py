@@ -59,17 +59,26 @@ class Packer:
 
             self._zstd = zstandard.ZstdCompressor(level=_LEVEL)
 
-    def next_tensor(self) -> None:
-        """Starts a new tensor: tries compression again."""
+    def next_range(self) -> None:
+        """Starts another range of bytes: tries compression again."""
         self._worth = True
 
     def pack(self, data: bytes | memoryview) -> tuple[bytes | memoryview, knowledge_pb2.Compression.ValueType]:
-        """Returns the bytes to send and their compression; a poor ratio stops compression for this tensor."""
+        """Returns the bytes to send and their compression; a poor ratio stops compression for this range."""
         if self._zstd is None or not self._worth or len(data) < _MIN_BYTES:
             return data, RAW
         packed: bytes = self._zstd.compress(data)
         self._worth = len(packed) <= _MAX_LEFT * len(data)
         return (packed, ZSTD) if self._worth else (data, RAW)
+
+
+def unpacked_bytes(data: bytes | memoryview, compression: knowledge_pb2.Compression.ValueType) -> int:
+    """Returns the size of the data of one of this process's own chunks."""
+    if compression == RAW:
+        return len(data)
+    import zstandard
+
+    return int(zstandard.frame_content_size(data))
 
 
 def unpack(

@@ -14,9 +14,9 @@ __all__ = ["frame"]
 
 Message = TypeVar("Message", service_pb2.UploadRequest, service_pb2.DownloadResponse)
 
-# Wire types of protobuf, and the tags (field number and wire type) of `UploadRequest.chunk` and `TensorChunk.data`.
+# Wire types of protobuf, and the tags (field number and wire type) of `UploadRequest.chunk` and `Chunk.data`.
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
-_CHUNK, _DATA = bytes([2 << 3 | _DELIMITED]), bytes([3 << 3 | _DELIMITED])
+_CHUNK, _DATA = bytes([2 << 3 | _DELIMITED]), bytes([2 << 3 | _DELIMITED])
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 # Longest length of a field that is read here: a varint of four bytes.
 _MAX_BITS = 28
@@ -24,9 +24,8 @@ _MAX_BITS = 28
 
 def frame(chunk: AnyChunk) -> bytes:
     """Returns `UploadRequest(chunk=chunk).SerializeToString()`, up to field order, with one copy of the data."""
-    head = knowledge_pb2.TensorChunk(
-        tensor=chunk.tensor, offset=chunk.offset, crc32c=chunk.crc32c, compression=chunk.compression
-    ).SerializeToString()
+    fields = knowledge_pb2.Chunk(offset=chunk.offset, crc32c=chunk.crc32c, compression=chunk.compression)
+    head = fields.SerializeToString()
     data = chunk.data
     head += _DATA + _varint(len(data))
     return b"".join((_CHUNK, _varint(len(head) + len(data)), head, data))
@@ -54,20 +53,20 @@ def _chunk_in(message: bytes) -> Chunk | None:
     if place is None:
         return None
     tag, begin, end = place
-    rest = knowledge_pb2.TensorChunk.FromString(message[start:tag] + message[end:])
+    rest = knowledge_pb2.Chunk.FromString(message[start:tag] + message[end:])
     return _as_chunk(rest, memoryview(message)[begin:end])
 
 
-def _as_chunk(fields: knowledge_pb2.TensorChunk, data: bytes | memoryview) -> Chunk:
-    return Chunk(fields.tensor, fields.offset, data, fields.crc32c, fields.compression)
+def _as_chunk(fields: knowledge_pb2.Chunk, data: bytes | memoryview) -> Chunk:
+    return Chunk(fields.offset, data, fields.crc32c, fields.compression)
 
 
 def _data_in(message: bytes, at: int) -> tuple[int, int, int] | None:
-    """Returns the positions of the tag, the first byte and the end of `TensorChunk.data`, if it occurs once."""
+    """Returns the positions of the tag, the first byte and the end of `Chunk.data`, if it occurs once."""
     result = None
     while at < len(message):
         tag, kind = at, message[at] & 7
-        if message[tag] > 0x7F:  # a field number above 15, which `TensorChunk` does not have
+        if message[tag] > 0x7F:  # a field number above 15, which `Chunk` does not have
             return None
         at += 1
         if kind == _DELIMITED:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNK_BYTES", "DTYPES", "AnyChunk", "Slot", "chunk_data", "chunks", "slots"]
 CHUNK_BYTES = 1 << 20
+JOINED_BYTES = 64 << 10
+"""Largest size of neighbouring tensors that are sent in one chunk."""
 MAX_PARTS = 100
 MAX_TENSORS = 10_000
 MAX_AXES = 16
@@ -121,16 +124,15 @@ Data: TypeAlias = bytes | memoryview
 
 
 class Chunk(NamedTuple):
-    """The fields of a `TensorChunk`; accessing `data` does not copy it."""
+    """The fields of the message `Chunk`; accessing `data` does not copy it."""
 
-    tensor: int
     offset: int
     data: Data
     crc32c: int
     compression: knowledge_pb2.Compression.ValueType = RAW
 
 
-AnyChunk: TypeAlias = Chunk | knowledge_pb2.TensorChunk
+AnyChunk: TypeAlias = Chunk | knowledge_pb2.Chunk
 
 
 class DataSource(Protocol):
@@ -214,7 +216,7 @@ def chunks(
     first_byte: int = 0,
     compression: knowledge_pb2.Compression.ValueType = RAW,
 ) -> Iterator[Chunk]:
-    """Yields a payload's data from `first_byte` as checksummed chunks; a chunk belongs to one tensor.
+    """Yields a payload's data from `first_byte` as checksummed chunks; a chunk belongs to parts of one kind.
 
     Args:
         source: Source of the data.
@@ -222,8 +224,8 @@ def chunks(
         first_byte: Offset in the uncompressed data of all tensors.
         compression: Compression that the receiver supports; see `fleetdistill.wire.compression`.
     """
-    for number, offset, data, how in packed(source, all_slots, first_byte, compression):
-        yield Chunk(number, offset, data, checksum(data), how)
+    for start, data, how in packed(source, all_slots, first_byte, compression):
+        yield Chunk(start, data, checksum(data), how)
 
 
 def packed(
@@ -231,13 +233,35 @@ def packed(
     all_slots: Sequence[Slot],
     first_byte: int,
     compression: knowledge_pb2.Compression.ValueType,
-) -> Iterator[tuple[int, int, Data, knowledge_pb2.Compression.ValueType]]:
-    """Yields tensor, offset, bytes on the link and compression of each chunk of `chunks`."""
+) -> Iterator[tuple[int, Data, knowledge_pb2.Compression.ValueType]]:
+    """Yields offset, bytes on the link and compression of each chunk of `chunks`."""
     packer, read = Packer(compression), getattr(source, "view", source.read)
-    for number, slot in enumerate(all_slots):
-        packer.next_tensor()
-        for start in range(max(slot.start, first_byte), slot.stop, CHUNK_BYTES):
-            yield number, start - slot.start, *packer.pack(read(start, min(CHUNK_BYTES, slot.stop - start)))
+    for begin, stop in _ranges(all_slots):
+        packer.next_range()
+        for start in range(max(begin, first_byte), stop, CHUNK_BYTES):
+            yield start, *packer.pack(read(start, min(CHUNK_BYTES, stop - start)))
+
+
+def _ranges(all_slots: Sequence[Slot]) -> Iterator[tuple[int, int]]:
+    """Yields the ranges of bytes that are cut into chunks: a large tensor, or small neighbours of one kind.
+
+    A message costs more than joining small tensors, but large ones need no copy and may differ in what compresses.
+    """
+    start = stop = 0
+    kind = ""
+    for slot in all_slots:
+        if stop > start and (slot.stop - start > JOINED_BYTES or slot.kind != kind):
+            yield start, stop
+            start = stop
+        stop, kind = slot.stop, slot.kind
+    if stop > start:
+        yield start, stop
+
+
+def slot_at(all_slots: Sequence[Slot], offset: int) -> Slot | None:
+    """Returns the slot of the tensor that has a byte of the payload's data; None beyond the last one."""
+    number = bisect_right(all_slots, offset, key=lambda slot: slot.stop)
+    return all_slots[number] if number < len(all_slots) else None
 
 
 def chunk_data(chunk: AnyChunk) -> Data:

@@ -292,7 +292,7 @@ class ListeningServer(service_pb2_grpc.DeviceServiceServicer):
                 crc = google_crc32c.value(data)
             if fault == "download-crc" and first and number == 0:
                 crc ^= 1
-            chunk = knowledge_pb2.TensorChunk(tensor=one.tensor, offset=one.offset, data=data, crc32c=crc)
+            chunk = knowledge_pb2.Chunk(offset=one.offset, data=data, crc32c=crc)
             yield service_pb2.DownloadResponse(chunk=chunk)
             act.sent_bytes += len(data)
             if fault == "download-cut" and first:

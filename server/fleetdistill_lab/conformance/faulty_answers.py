@@ -42,7 +42,7 @@ def _with_model(change: Callable[[dict[str, Any]], object]) -> Sends:
     return send
 
 
-def _with_chunk(make: Callable[[Payload], knowledge_pb2.TensorChunk]) -> Sends:
+def _with_chunk(make: Callable[[Payload], knowledge_pb2.Chunk]) -> Sends:
     def send(player: Player, model: ModelParameters, contract: contract_pb2.Contract) -> None:
         payload = payload_of(model)
         player.upload(payload.header(), [make(payload)])
@@ -118,7 +118,7 @@ def _too_large(player: Player, model: ModelParameters, contract: contract_pb2.Co
     player.upload(header, [])
 
 
-def _unknown_compression(payload: Payload) -> knowledge_pb2.TensorChunk:
+def _unknown_compression(payload: Payload) -> knowledge_pb2.Chunk:
     result = chunks_of(payload)[0]
     result.compression = 99  # type: ignore[assignment]
     return result
@@ -140,10 +140,9 @@ FAULTY_ANSWERS: Mapping[str, tuple[Sends, Code]] = MappingProxyType(
         "header.limit": (_too_large, Code.TOO_LARGE),
         "samples.zero": (_no_samples, Code.BAD_VALUE),
         "samples.more": (_more_samples, Code.BAD_VALUE),
-        "chunks.empty": (_with_chunk(lambda _: chunk(0, 0, b"")), Code.BAD_MESSAGE),
-        "chunks.limit": (_with_chunk(lambda _: chunk(0, 0, bytes(CHUNK_BYTES + 1))), Code.BAD_MESSAGE),
-        "chunks.tensor": (_with_chunk(lambda one: chunk(len(one.slots), 0, b"1")), Code.BAD_MESSAGE),
-        "chunks.beyond": (_with_chunk(lambda one: chunk(0, one.slots[0].nbytes, b"1234")), Code.BAD_MESSAGE),
+        "chunks.empty": (_with_chunk(lambda _: chunk(0, b"")), Code.BAD_MESSAGE),
+        "chunks.limit": (_with_chunk(lambda _: chunk(0, bytes(CHUNK_BYTES + 1))), Code.BAD_MESSAGE),
+        "chunks.beyond": (_with_chunk(lambda one: chunk(one.data_bytes, b"1234")), Code.BAD_MESSAGE),
         "chunks.compression": (_with_chunk(_unknown_compression), Code.BAD_MESSAGE),
     }
 )

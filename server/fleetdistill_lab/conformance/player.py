@@ -115,19 +115,16 @@ def messages(chunks: Iterable[AnyChunk]) -> list[service_pb2.UploadRequest]:
     return [service_pb2.UploadRequest.FromString(frame(chunk)) for chunk in chunks]
 
 
-def chunks_of(payload: Payload, first_byte: int = 0, size: int = CHUNK_BYTES) -> list[knowledge_pb2.TensorChunk]:
+def chunks_of(payload: Payload, first_byte: int = 0, size: int = CHUNK_BYTES) -> list[knowledge_pb2.Chunk]:
     """Returns a payload's data from a byte on as chunks of at most `size` bytes."""
-    result: list[knowledge_pb2.TensorChunk] = []
-    for number, slot in enumerate(payload.slots):
-        for start in range(max(slot.start, first_byte), slot.stop, size):
-            data = payload.source.read(start, min(size, slot.stop - start))
-            result.append(chunk(number, start - slot.start, data))
-    return result
+    stop = payload.data_bytes
+    starts = range(first_byte, stop, size)
+    return [chunk(start, payload.source.read(start, min(size, stop - start))) for start in starts]
 
 
-def chunk(tensor: int, offset: int, data: bytes) -> knowledge_pb2.TensorChunk:
+def chunk(offset: int, data: bytes) -> knowledge_pb2.Chunk:
     """Returns a chunk with its checksum."""
-    return knowledge_pb2.TensorChunk(tensor=tensor, offset=offset, data=data, crc32c=google_crc32c.value(data))
+    return knowledge_pb2.Chunk(offset=offset, data=data, crc32c=google_crc32c.value(data))
 
 
 def answer_from(header: knowledge_pb2.PayloadHeader, data: bytes) -> ModelParameters | None:

@@ -65,25 +65,24 @@ class ReceivedAnswer:
     def take_chunks(self, messages: Iterable[service_pb2.UploadRequest], most: int) -> bool:
         """Takes chunks until `most` bytes are received or the stream ends; returns whether all were correct."""
         assert self.header is not None
-        result = slots(self.header.parts)
+        total = sum(slot.nbytes for slot in slots(self.header.parts))
         for message in messages:
             if not self._expect("upload.header", message.HasField("chunk"), "a second header"):
                 return False
-            if not self._take(message.chunk, result):
+            if not self._take(message.chunk, total):
                 return False
             if len(self.data) > most:
                 self.data = self.data[:most]
                 return True
         return True
 
-    def _take(self, chunk: knowledge_pb2.TensorChunk, found: tuple[Slot, ...]) -> bool:
+    def _take(self, chunk: knowledge_pb2.Chunk, total: int) -> bool:
         raw = self._expect("chunks.compression", not chunk.compression, f"compression {chunk.compression}")
         crc = google_crc32c.value(chunk.data)
         ok = self._expect("chunks.crc", crc == chunk.crc32c, f"crc32c {chunk.crc32c:#x}, the data have {crc:#x}")
         size, at = len(chunk.data), len(self.data)
-        slot = found[chunk.tensor] if chunk.tensor < len(found) else None
-        fits = slot is not None and slot.start + chunk.offset == at and at + size <= slot.stop
-        text = f"{size} bytes of tensor {chunk.tensor} at {chunk.offset}, expected byte {at} of the payload"
+        fits = chunk.offset == at and at + size <= total
+        text = f"{size} bytes at {chunk.offset}, expected byte {at} of {total}"
         placed = self._expect("chunks.place", fits and 1 <= size <= CHUNK_BYTES, text)
         self.data += chunk.data if raw and ok and placed else b""
         return raw and ok and placed

@@ -207,8 +207,7 @@ SERVER_RULES = (
     Rule("samples.more", "Uploads", "more samples than the profile declared is bad-value, with check_in"),
     Rule("chunks.empty", "Chunks", "an empty chunk is bad-message"),
     Rule("chunks.limit", "Chunks", "a chunk of more than 1 MiB is bad-message"),
-    Rule("chunks.tensor", "Chunks", "a chunk of a tensor that the payload does not have is bad-message"),
-    Rule("chunks.beyond", "Chunks", "a chunk that exceeds its tensor is bad-message"),
+    Rule("chunks.beyond", "Chunks", "a chunk that exceeds the payload is bad-message"),
     Rule("chunks.compression", "Compression", "an unknown compression is bad-message"),
 )
 """All rules that `check_server` checks."""

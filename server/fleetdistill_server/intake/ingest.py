@@ -90,14 +90,13 @@ class Ingest:
             self._digest = earlier._digest
             self._number = earlier._number
             self._carry = earlier._carry
-            self._position, self._examined = earlier._position, held
+            self._examined = held
             return held
         if held > self._total:
             raise self._refuse(Code.BAD_MESSAGE, f"{held} bytes are staged, but the payload has {self._total}")
         try:
-            for slot in self.slots:
-                for piece in wire.pieces(staging, min(slot.start, held), min(slot.stop, held)):
-                    self._examine(piece)
+            for piece in wire.pieces(staging, 0, held):
+                self._examine(piece)
         except RefusedError as refusal:  # these bytes passed the checks on arrival, so the disk has changed them
             text = f"the staged part of the upload is damaged ({refusal}); send the upload again"
             raise self._refuse(Code.CHECKSUM, text) from refusal
@@ -113,8 +112,8 @@ class Ingest:
         assert self._staging is not None
         sent = chunk.data  # read once, because each access copies the field
         if wire.checksum(sent) != chunk.crc32c:
-            text = f"a chunk of tensor {chunk.tensor} at byte {chunk.offset} fails its CRC-32C check; send it again"
-            raise self._refuse(Code.CHECKSUM, text, *self.slots[chunk.tensor : chunk.tensor + 1])
+            text = f"a chunk at byte {chunk.offset} fails its CRC-32C check; send it again"
+            raise self._refuse(Code.CHECKSUM, text, wire.slot_at(self.slots, chunk.offset))
         data = self._unpack(chunk, sent)
         self._check_place(chunk, len(data))
         self._examine(data)
@@ -228,42 +227,35 @@ class Ingest:
         try:
             return unpack(sent, chunk.compression, wire.CHUNK_BYTES)
         except WireError as error:
-            raise self._refuse(Code.BAD_MESSAGE, str(error), *self.slots[chunk.tensor : chunk.tensor + 1]) from error
+            raise self._refuse(Code.BAD_MESSAGE, str(error), wire.slot_at(self.slots, chunk.offset)) from error
 
     def _check_place(self, chunk: wire.AnyChunk, size: int) -> None:
         assert self._staging is not None
         if not 1 <= size <= wire.CHUNK_BYTES:
             raise self._refuse(Code.BAD_MESSAGE, f"a chunk has {size} bytes, must be 1 to {wire.CHUNK_BYTES}")
-        if chunk.tensor >= len(self.slots):
-            text = f"a chunk names tensor {chunk.tensor}, but the payload has {len(self.slots)} tensors"
+        if chunk.offset + size > self._total:
+            text = f"a chunk ends at byte {chunk.offset + size}, but the payload has {self._total} bytes"
             raise self._refuse(Code.BAD_MESSAGE, text)
-        slot = self.slots[chunk.tensor]
-        if chunk.offset + size > slot.nbytes:
-            text = f"a chunk ends at byte {chunk.offset + size}, but {slot.path} has {slot.nbytes} bytes"
-            raise self._refuse(Code.BAD_MESSAGE, text, slot)
-        if slot.start + chunk.offset != self._staging.length:
-            text = f"a chunk starts at byte {slot.start + chunk.offset}, expected {self._staging.length}"
-            raise self._refuse(Code.OUT_OF_STEP, text, slot)
+        if chunk.offset != self._staging.length:
+            text = f"a chunk starts at byte {chunk.offset}, expected {self._staging.length}"
+            raise self._refuse(Code.OUT_OF_STEP, text, wire.slot_at(self.slots, chunk.offset))
 
     def _examine(self, data: wire.Data) -> None:
         """Hashes bytes in order and checks each complete element; `_carry` holds the start of an incomplete one."""
         self._digest.update(data)
-        self._examined += len(data)
-        while self._examined_to(self._number) and self._number + 1 < len(self.slots):
-            self._number += 1
-            self._position = 0
-        slot = self.slots[self._number]
-        joined = self._carry + data if self._carry else data
-        whole = len(joined) - len(joined) % slot.dtype.itemsize
-        self._check_values(slot, np.frombuffer(joined[:whole], slot.dtype), self._position)
-        self._position += whole // slot.dtype.itemsize
-        self._carry = bytes(joined[whole:])
+        while len(data):
+            while self._examined >= self.slots[self._number].stop:
+                self._number += 1
+            slot = self.slots[self._number]
+            piece, data = data[: slot.stop - self._examined], data[slot.stop - self._examined :]
+            first = (self._examined - len(self._carry) - slot.start) // slot.dtype.itemsize
+            self._examined += len(piece)
+            joined = self._carry + piece if self._carry else piece
+            whole = len(joined) - len(joined) % slot.dtype.itemsize
+            self._check_values(slot, np.frombuffer(joined[:whole], slot.dtype), first)
+            self._carry = bytes(joined[whole:])
 
-    _position = 0
     _examined = 0
-
-    def _examined_to(self, number: int) -> bool:
-        return self._position * self.slots[number].dtype.itemsize == self.slots[number].nbytes
 
     def _check_values(self, slot: Slot, values: np.ndarray, first: int) -> None:
         rule = self._rules[slot.path]

@@ -35,7 +35,7 @@ from fleetdistill_server.store.records import Ask, Device, Upload
 from fleetdistill_server.store.retention import drop_unneeded
 from fleetdistill_server.store.states import DEADLINE_PASSED, NO_SPACE, AskStatus
 from fleetdistill_server.store.store import Store
-from fleetdistill_server.store.traffic import Counted, counted, tensor_bytes
+from fleetdistill_server.store.traffic import Counted, counted, kind_at, tensor_bytes
 
 logger = logging.getLogger("fleetdistill.server.intake")
 RESUMABLE = (Code.INCOMPLETE, Code.OUT_OF_STEP)
@@ -392,7 +392,7 @@ class UploadSession:
             self._assert_open()
             with self._end_on_error(chunk):
                 sent = self._ingest.feed(chunk)
-            self._byte_counts.sent[self._ingest.slots[chunk.tensor].kind] += sent
+            self._byte_counts.sent[kind_at(self._ingest.slots, chunk.offset)] += sent
 
     def take(self, payload: Payload) -> service_pb2.Receipt:
         """Receives a whole payload, which was encoded in this process, and commits the answer; returns the receipt.

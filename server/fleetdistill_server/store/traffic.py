@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
-from fleetdistill.wire.payload import CHUNK_BYTES, Chunk, Slot
+from fleetdistill.wire.compression import unpacked_bytes
+from fleetdistill.wire.payload import Chunk, Slot
 from fleetdistill.wire.v1 import knowledge_pb2
 
 __all__ = ["REFUSED"]
@@ -45,9 +46,16 @@ def tensor_bytes(slots: Sequence[Slot], stop: int | None = None) -> Counter[str]
 def counted(payload: Payload, compression: knowledge_pb2.Compression.ValueType) -> Counted:
     """Returns the byte counts of a payload that is handed over in one process, as if it were sent in chunks."""
     result = Counted(tensor_bytes(payload.slots))
-    for number, _, data, _ in wire.packed(payload.source, payload.slots, 0, compression):
-        result.sent[payload.slots[number].kind] += len(data)
+    for start, data, _ in wire.packed(payload.source, payload.slots, 0, compression):
+        result.sent[kind_at(payload.slots, start)] += len(data)
     return result
+
+
+def kind_at(slots: Sequence[Slot], offset: int) -> str:
+    """Returns the kind of part that a chunk counts for, that of its first byte."""
+    slot = wire.slot_at(slots, offset)
+    assert slot is not None
+    return slot.kind
 
 
 class Sending(Iterator[Chunk]):
@@ -86,11 +94,11 @@ class Sending(Iterator[Chunk]):
         return chunk
 
     def _count(self, chunk: Chunk) -> None:
-        slot = self.payload.slots[chunk.tensor]
-        size = min(CHUNK_BYTES, slot.nbytes - chunk.offset)
+        kind = kind_at(self.payload.slots, chunk.offset)
+        size = unpacked_bytes(chunk.data, chunk.compression)
         self.left -= size
-        self._counted.tensor[slot.kind] += size
-        self._counted.sent[slot.kind] += len(chunk.data)
+        self._counted.tensor[kind] += size
+        self._counted.sent[kind] += len(chunk.data)
 
     def end(self) -> None:
         """Ends the iteration, also of a broken stream, and reports the byte counts. Further calls have no effect."""

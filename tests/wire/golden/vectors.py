@@ -110,11 +110,9 @@ def _values(payload: Payload, slot: Any) -> Any:
 
 
 def _chunks(payload: Payload, size: int) -> Iterator[dict[str, int]]:
-    for number, slot in enumerate(payload.slots):
-        for start in range(slot.start, slot.stop, size):
-            (data,) = pieces(payload.source, start, min(start + size, slot.stop))
-            result = {"tensor": number, "offset": start - slot.start, "length": len(data)}
-            yield result | {"crc32c": google_crc32c.value(data)}
+    for start in range(0, payload.data_bytes, size):
+        (data,) = pieces(payload.source, start, min(start + size, payload.data_bytes))
+        yield {"offset": start, "length": len(data), "crc32c": google_crc32c.value(data)}
 
 
 def _quantised(numbers: list[list[float]]) -> dict[str, Any]:
@@ -128,7 +126,7 @@ def _compressed(data: bytes) -> dict[str, str]:
     import zstandard
 
     packed = zstandard.ZstdCompressor(level=1).compress(data)
-    chunk = knowledge_pb2.TensorChunk(
+    chunk = knowledge_pb2.Chunk(
         data=packed, crc32c=google_crc32c.value(packed), compression=knowledge_pb2.COMPRESSION_ZSTD
     )
     return {"chunk": chunk.SerializeToString().hex(), "data": data.hex()}
@@ -200,7 +198,7 @@ def _messages() -> Iterator[Message]:
     header = service_pb2.UploadHeader(identity=identity, name=name, payload=payload.header(), samples=40)
     data = payload.source.read(0, payload.data_bytes)
     yield service_pb2.UploadRequest(header=header)
-    chunk = knowledge_pb2.TensorChunk(data=data, crc32c=google_crc32c.value(data))
+    chunk = knowledge_pb2.Chunk(data=data, crc32c=google_crc32c.value(data))
     yield service_pb2.UploadRequest(chunk=chunk)
     receipt = service_pb2.Receipt(id="ab12", name=name, sha256=payload.sha256, data_bytes=8, received_at_ms=1)
     yield service_pb2.UploadResponse(receipt=receipt)

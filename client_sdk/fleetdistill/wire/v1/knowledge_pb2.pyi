@@ -1244,22 +1244,21 @@ class PayloadHeader(_message.Message):
 Global___PayloadHeader: _TypeAlias = PayloadHeader  # noqa: Y015
 
 @_typing.final
-class TensorChunk(_message.Message):
-    """A piece of one tensor. Pieces are sent in order and without gaps; each is at most 1 MiB."""
+class Chunk(_message.Message):
+    """A piece of a payload's data, which are those of all tensors in field order. Pieces are sent in order and without gaps; each
+    is at most 1 MiB, and may begin and end anywhere.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TENSOR_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
     COMPRESSION_FIELD_NUMBER: _builtins.int
-    tensor: _builtins.int
-    """Position of the tensor in the payload, counted from 0 in field order."""
     offset: _builtins.int
-    """First byte of the piece within the tensor."""
+    """First byte of the piece within the payload's data."""
     data: _builtins.bytes
-    """1 byte to 1 MiB after decompression, row-major."""
+    """1 byte to 1 MiB after decompression."""
     crc32c: _builtins.int
     """CRC-32C of `data` as sent."""
     compression: Global___Compression.ValueType
@@ -1267,7 +1266,6 @@ class TensorChunk(_message.Message):
     def __init__(
         self,
         *,
-        tensor: _builtins.int = ...,
         offset: _builtins.int = ...,
         data: _builtins.bytes = ...,
         crc32c: _builtins.int = ...,
@@ -1275,8 +1273,8 @@ class TensorChunk(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compression", b"compression", "crc32c", b"crc32c", "data", b"data", "offset", b"offset", "tensor", b"tensor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compression", b"compression", "crc32c", b"crc32c", "data", b"data", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TensorChunk: _TypeAlias = TensorChunk  # noqa: Y015
+Global___Chunk: _TypeAlias = Chunk  # noqa: Y015

@@ -686,14 +686,14 @@ class UploadRequest(_message.Message):
         """The first message."""
 
     @_builtins.property
-    def chunk(self) -> _knowledge_pb2.TensorChunk:
+    def chunk(self) -> _knowledge_pb2.Chunk:
         """The data, in order."""
 
     def __init__(
         self,
         *,
         header: Global___UploadHeader | None = ...,
-        chunk: _knowledge_pb2.TensorChunk | None = ...,
+        chunk: _knowledge_pb2.Chunk | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "header", b"header", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -780,14 +780,14 @@ class DownloadResponse(_message.Message):
         """The first message."""
 
     @_builtins.property
-    def chunk(self) -> _knowledge_pb2.TensorChunk:
+    def chunk(self) -> _knowledge_pb2.Chunk:
         """The data, in order."""
 
     def __init__(
         self,
         *,
         header: _knowledge_pb2.PayloadHeader | None = ...,
-        chunk: _knowledge_pb2.TensorChunk | None = ...,
+        chunk: _knowledge_pb2.Chunk | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "header", b"header", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
