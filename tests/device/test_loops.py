@@ -670,6 +670,22 @@ def test_first_contact_precedes_check_in_and_returns_nothing(fleet: Fleet, tmp_p
     assert told[4][1] == "the server can be reached again"
 
 
+def test_server_with_a_new_store_is_no_lost_contact(fleet: Fleet, tmp_path: Path) -> None:
+    """It replies that it does not know the device, which then checks in again."""
+    events, clock, link = EventLog(), ManualClock(), MemoryLink(fleet.api)
+    with make_device(fleet, tmp_path, events, link=link, clock=clock) as device:
+        device.tick()
+        events.clear()
+        link._api = Fleet().api
+        for _ in range(4):
+            device.tick()
+            clock.advance(1)
+    assert events.kinds() == ["waiting", "resumed", "checked-in"]
+    assert events[0].values == {"condition": "server"}
+    assert events[0].text.startswith("the server does not know this device any more: its store is new, or restored")
+    assert events[0].text.endswith("; the device checks in again")
+
+
 def test_a_wait_for_other_devices_is_an_event_at_each_end(fleet: Fleet, tmp_path: Path) -> None:
     events, clock = EventLog(), ManualClock()
     with make_device(fleet, tmp_path, events, clock=clock) as device:

@@ -18,6 +18,7 @@ from fleetdistill.errors import (
     DamagedStateError,
     DataError,
     FleetDistillError,
+    LinkError,
     NoSamplesError,
     RefusedError,
 )
@@ -34,7 +35,7 @@ from fleetdistill.state.saved_profile import (
     save_profile,
 )
 from fleetdistill.state.sent_ledger import check_in_entry
-from fleetdistill.wire.codes import Code, is_final
+from fleetdistill.wire.codes import Code, after_seconds, is_final
 from fleetdistill.wire.compression import offered
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
 
@@ -91,8 +92,10 @@ class CheckIn:
             yield
         except RefusedError as refusal:
             if refusal.code == Code.BAD_IDENTITY and "check_in" in refusal.details:
-                self.forget_terms()  # a server restored from a backup no longer has this device
-            elif is_final(refusal.code):
+                self.forget_terms()
+                text = "the server does not know this device any more: its store is new, or restored from a backup"
+                raise LinkError(f"{text} ({refusal})", after_seconds(refusal.details), refusal.code) from refusal
+            if is_final(refusal.code):
                 raise
             raise link_error(refusal) from refusal
 

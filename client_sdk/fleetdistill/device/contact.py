@@ -21,14 +21,17 @@ MAX_PAUSE_SECONDS = 15.0
 _ONE_REPORT_SECONDS = 5.0
 """How long after a report of a lost contact another cause of it is not reported."""
 
+_WAITS = {Code.NOT_READY: "keeps asking", Code.BAD_IDENTITY: "checks in again"}
+"""What the device does after replies with which there is contact."""
+
 _pauses = random.Random()  # the app may have seeded the generator of the module `random`
 
 
 class Contact:
     """Tracks the contact with the server; emits `lost-contact` and `contact-returned`.
 
-    While the server replies that it is not ready, for example because the run is being prepared, the device has contact
-    and waits: `waiting` and `resumed`.
+    While the server replies that it is not ready, for example because the run is being prepared, or that it does not
+    know the device, because its store is new, the device has contact and waits: `waiting` and `resumed`.
 
     Args:
         events: Emits events to the app.
@@ -50,7 +53,7 @@ class Contact:
         Emits one event for consecutive errors with the same text, and at most one in 5 seconds of an outage: a server
         that ends first cancels calls and then refuses connections.
         """
-        is_reply = error.code == Code.NOT_READY
+        is_reply = error.code in _WAITS
         if is_reply:
             self._note_reply()
         elif self._lost_at is None:
@@ -60,7 +63,7 @@ class Contact:
             self._reason = str(error)
             if is_reply:
                 self._waits = True
-                text = f"{self._reason}; the device keeps asking"
+                text = f"{self._reason}; the device {_WAITS[Code(error.code)]}"
                 self._events.emit("waiting", 0, text, {"condition": "server"})
             else:
                 self._reported_at = self._clock.now()
