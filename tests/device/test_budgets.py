@@ -30,7 +30,7 @@ from fleetdistill.device.usage import PACE, USAGE, Pace, Usage
 from fleetdistill.errors import ConfigurationError, LinkError
 from fleetdistill.state.files import Files
 from fleetdistill.testing import FaultyLink, ManualClock, refused
-from fleetdistill.wire.v1 import service_pb2
+from fleetdistill.wire.v1 import knowledge_pb2, service_pb2
 
 pytestmark = pytest.mark.timeout(120)  # a limit that does not hold makes a device work for ever
 
@@ -232,21 +232,45 @@ def test_bytes_are_limited_per_day_and_answer_resumes_next_day(tmp_path: Path) -
     assert all(1500 <= count < 1500 + MAX_MESSAGE + 1500 / 20 for count in used), used
 
 
-@pytest.mark.parametrize(("limit", "what"), [(20, "check-in"), (1500, "answer")])
-def test_message_over_the_budget_of_a_day_is_named(tmp_path: Path, limit: int, what: str) -> None:
-    clock = ManualClock(time=MORNING)
-    link = LyingLink(*[ask(deadline_seconds=10 * DAY)] * 3)
-    rows = np.random.default_rng(0).random((200, 4)).astype(np.float32), np.arange(200) % 3
-    device, events = device_at(link, tmp_path, budgets=Budgets(bytes_per_day=limit), clock=clock, data=rows)
+def test_check_in_over_the_budget_of_a_day_is_named(tmp_path: Path) -> None:
+    clock, link = ManualClock(time=MORNING), LyingLink()
+    device, events = device_at(link, tmp_path, budgets=Budgets(bytes_per_day=20), clock=clock)
     with device:
         for _ in range(100_000):
             if clock.now() > 3 * DAY:
                 break
             device.step()
     text = events.texts("waiting")[-1]
-    found = re.match(rf"one {what} alone has (\d+) bytes, more than bytes_per_day \({limit}\); raise the budget", text)
+    found = re.match(r"one check-in alone has (\d+) bytes, more than bytes_per_day \(20\); raise the budget", text)
     assert found, text
-    assert int(found[1]) > limit
+    assert int(found[1]) > 20
+
+
+def test_answer_over_the_budget_of_a_day_is_declined_at_once(tmp_path: Path) -> None:
+    """It could not be sent on this day, and would hold the round."""
+    clock, link = ManualClock(time=MORNING), LyingLink(ask(deadline_seconds=10 * DAY))
+    rows = np.random.default_rng(0).random((600, 4)).astype(np.float32), np.arange(600) % 3
+    device, events = device_at(link, tmp_path, budgets=Budgets(bytes_per_day=5000), clock=clock, data=rows)
+    with device:
+        assert device.step() is Step.DECLINED
+        assert not events.texts("waiting"), "the budget is not used up"
+    (declined,) = link.declined
+    text = r"the payload is (\d+) bytes, the limit is 5000 bytes; the answer must fit in a day: raise Budgets"
+    found = re.match(text, declined.reason)
+    assert found, declined.reason
+    assert int(found[1]) > 5000
+    assert events.texts("dropped") == [declined.reason]
+    assert not link.uploads
+
+
+def test_answer_that_compression_brings_into_budget_is_sent(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    zeros = np.zeros((600, 4), np.float32), np.zeros(600, np.int64)
+    link = LyingLink(ask(deadline_seconds=10 * DAY), terms=terms(compression=knowledge_pb2.COMPRESSION_ZSTD))
+    device, _ = device_at(link, tmp_path, budgets=Budgets(bytes_per_day=7000), data=zeros)
+    with device:
+        assert device.step() is Step.ANSWERED
+    assert link.uploads[0].payload.data_bytes > 7000
 
 
 def test_an_ask_over_the_budget_of_a_day_is_declined(tmp_path: Path) -> None:

@@ -27,12 +27,13 @@ from fleetdistill.errors import (
     WorkInterrupted,
 )
 from fleetdistill.interruption import check_may_continue, time_limit
-from fleetdistill.link.terms import check_ask, upload_digest
+from fleetdistill.link.terms import check_ask, known_compression, upload_digest
 from fleetdistill.progress import report_to
 from fleetdistill.replacement import Replacement, pin
 from fleetdistill.state.outbox import Pending
 from fleetdistill.wire.codec import decode, encode
 from fleetdistill.wire.codes import Code
+from fleetdistill.wire.compression import offered
 from fleetdistill.wire.payload import DTYPES
 from fleetdistill.wire.v1 import service_pb2
 
@@ -194,6 +195,8 @@ class AskHandler:
             except _AskClosed as closed:
                 self._events.emit("dropped", ask.round, str(closed.refusal), {"code": closed.refusal.code})
                 return Step.DECLINED, 0.0
+            except PayloadTooLargeError as reason:  # for the app's limits, also if it has stopped the device
+                return self._decline(ask, reason, terms)
             except (CannotAnswer, ConfigurationError, DataError, KnowledgeError, WireError, NoRoomError) as reason:
                 # Training diverged, a sample cannot be read, the server is newer or faulty, or the disk is full: the
                 # device declines this ask and continues with the next one. If the app has stopped the device, the
@@ -273,6 +276,7 @@ class AskHandler:
         check_may_leave(answer.parts, allow)  # every answer passes this check
         algorithm = upload_digest(terms)
         payload = encode(answer.parts, DTYPES[compute.contract.knowledge_type], algorithm)
+        self._parts.permission.check_answer(payload, known_compression(terms.compression, offered()))
         # A server that lost an acknowledged answer asks again, with an attempt number above the device's own count.
         attempt = max(self._storage.outbox.next_attempt(ask.round, ask.step_number), ask.first_attempt)
         scores = {split: counts.confusion.tolist() for split, counts in computed.scores.items()}

@@ -30,7 +30,8 @@ class Budgets:
 
     Args:
         bytes_per_day: Maximum number of bytes sent and received per day, without the overhead of HTTP/2 and TLS. A
-            transfer in progress stops after the chunk that exceeds it, and resumes on the next day.
+            transfer in progress stops after the chunk that exceeds it, and resumes on the next day. An answer that
+            alone exceeds it is declined.
         compute_seconds_per_day: Maximum seconds per day in which the device computes answers.
         memory_bytes: Maximum resident memory of the app's process. The device does not request work above it, and
             declines an ask that exceeds it. Requires psutil.

@@ -188,7 +188,7 @@ class Device:
         add_bytes = partial(permission.usage.add, "bytes")
         return DeviceParts(
             storage=self._storage,
-            link=link if same_process else MeteredLink(link, add_bytes, permission.note_size),
+            link=link if same_process else MeteredLink(link, add_bytes, permission.note_check_in),
             identity=identity,
             server_address=server_address,
             events=Events(self._lock, identity.device),

@@ -24,10 +24,12 @@ from fleetdistill.device.eligibility import Conditions, Eligibility
 from fleetdistill.device.events import Events
 from fleetdistill.device.probes import resident_bytes
 from fleetdistill.device.usage import Pace, Usage
-from fleetdistill.errors import FleetDistillError, LinkError, WorkInterrupted
+from fleetdistill.errors import FleetDistillError, LinkError, PayloadTooLargeError, WorkInterrupted
 from fleetdistill.interruption import Hold, bound_check, check_may_continue, check_with
 from fleetdistill.link.base import Link
 from fleetdistill.state.files import Files
+from fleetdistill.wire import payload as wire
+from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.payload import AnyChunk
 from fleetdistill.wire.v1 import contract_pb2, knowledge_pb2, service_pb2
 
@@ -65,15 +67,20 @@ class Permission:
         limits = {counter: getattr(self._budgets, name) for counter, name in _COUNTERS.items()}
         self.usage = Usage(files, clock, {name: limit for name, limit in limits.items() if limit is not None})
         self.pace = Pace(files, clock)
-        self._too_large: dict[str, int] = {}
+        self._check_in_bytes = 0
 
-    def note_size(self, what: str, size: int) -> None:
-        """Notes the size of a message in bytes, for the reason if it alone exceeds the budget of a day."""
+    def note_check_in(self, size: int) -> None:
+        """Notes the size of a check-in in bytes, for the reason if it alone exceeds the budget of a day."""
+        self._check_in_bytes = size
+
+    def check_answer(self, payload: Payload, compression: knowledge_pb2.Compression.ValueType) -> None:
+        """Raises PayloadTooLargeError if an answer, compressed, alone exceeds the budget of a day."""
         limit = self._budgets.bytes_per_day
-        if limit is not None and size > limit:
-            self._too_large[what] = size
-        else:
-            self._too_large.pop(what, None)
+        if limit is None or payload.data_bytes <= limit:
+            return
+        size = sum(_bytes_of(chunk) for chunk in wire.chunks(payload.source, payload.slots, compression=compression))
+        if size > limit:
+            raise PayloadTooLargeError(size, limit, "the answer must fit in a day: raise Budgets(bytes_per_day=...)")
 
     def hold(self) -> Hold | None:
         """Returns why no work may begin now, or None if it may."""
@@ -99,9 +106,8 @@ class Permission:
         now = self._local_time()
         midnight = (now + timedelta(days=1)).replace(hour=0, minute=0, second=0, microsecond=0)
         text = f"{name} ({limit}) is used up until midnight"
-        if counter == "bytes" and self._too_large:
-            what, size = max(self._too_large.items(), key=lambda item: item[1])
-            text = f"one {what} alone has {size} bytes, more than {name} ({limit}); raise the budget"
+        if counter == "bytes" and self._check_in_bytes > limit:
+            text = f"one check-in alone has {self._check_in_bytes} bytes, more than {name} ({limit}); raise the budget"
         return Hold(name, text, (midnight - now).total_seconds())
 
     def _memory_hold(self, seconds: float | None) -> Hold | None:
@@ -335,13 +341,13 @@ class MeteredLink:
     Args:
         link: Link that receives the calls.
         count: Called from any thread with the number of bytes sent or received, without those of HTTP/2 and TLS.
-        note_size: Called with the name of a message, `check-in` or `answer`, and its size in bytes.
+        note_check_in: Called with the size of a check-in in bytes.
     """
 
     def __init__(
-        self, link: Link, count: Callable[[int], None], note_size: Callable[[str, int], None] = lambda what, size: None
+        self, link: Link, count: Callable[[int], None], note_check_in: Callable[[int], None] = lambda size: None
     ) -> None:
-        self._link, self._count, self._note_size = link, count, note_size
+        self._link, self._count, self._note_check_in = link, count, note_check_in
         self.remote = link.remote
 
     def check_in(
@@ -349,10 +355,10 @@ class MeteredLink:
     ) -> service_pb2.CheckInResponse:
         """Forwards the call."""
         sent = identity.ByteSize() + (profile.ByteSize() if profile is not None else 0)
-        self._note_size("check-in", sent)
+        self._note_check_in(sent)
         self._count(sent)
         reply = self._reply(lambda: self._link.check_in(identity, profile))
-        self._note_size("check-in", sent + reply.ByteSize())
+        self._note_check_in(sent + reply.ByteSize())
         return reply
 
     def next_ask(self, identity: service_pb2.Identity, wait_seconds: float) -> service_pb2.NextAskResponse:
@@ -384,7 +390,6 @@ class MeteredLink:
 
     def upload(self, header: service_pb2.UploadHeader, chunks: Iterator[AnyChunk]) -> service_pb2.Receipt:
         """Forwards the call."""
-        self._note_size("answer", header.ByteSize() + header.payload.data_bytes)
         self._count(header.ByteSize())
         counted = self._counted(chunks)
         return self._reply(lambda: self._link.upload(header, counted))
