@@ -104,10 +104,13 @@ class DataError(FleetDistillError):
 
 
 class NoSamplesError(DataError):
-    """The app has no training samples. `Device.run` waits for samples; reading `Device.model` may raise it."""
+    """The app has no training samples, or its code raised OSError instead of reading them.
 
-    def __init__(self) -> None:
-        super().__init__("data has no samples; the device takes part as soon as there is one")
+    `Device.run` waits and reads the data again; reading `Device.model` may raise it.
+    """
+
+    def __init__(self, text: str = "data has no samples; the device takes part as soon as there is one") -> None:
+        super().__init__(text)
 
 
 class KnowledgeError(FleetDistillError):

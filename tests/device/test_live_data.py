@@ -469,19 +469,80 @@ def test_errors_of_the_apps_code_name_it(fleet: Fleet, tmp_path: Path) -> None:
     class Camera:
         def __iter__(self) -> Iterator[Any]:
             yield from items()[:2]
-            raise OSError("no light")
+            raise ValueError("no light")
 
     def load() -> Any:
-        raise OSError("no disk")
+        raise KeyError("image")
 
     broken: dict[str, Any] = {
-        "row 2 of Camera raised OSError: no light; fix or remove": Camera(),
-        "the function load raised OSError: no disk; fix the function; one for training data may return no": load,
+        "row 2 of Camera raised ValueError: no light; fix or remove": Camera(),
+        "the function load raised KeyError: 'image'; fix it; while it cannot read it may raise OSError or": load,
         "data: the function returned an object of type NoneType; pass a tuple": lambda: None,
     }
     for at, (says, data) in enumerate(broken.items()):
         with make_device(fleet, tmp_path / str(at), data=data) as device, pytest.raises(DataError, match=says):
             device.step(0)
+
+
+class Camera:
+    """Data that cannot be read at first: a function, and an iterable."""
+
+    def __init__(self) -> None:
+        self.works = False
+
+    def __iter__(self) -> Iterator[Item]:
+        yield from items()[:2]
+        if not self.works:
+            raise OSError("no light")
+
+    def read(self) -> list[Item]:
+        return list(self)
+
+
+@pytest.mark.parametrize("form", ["function", "iterable", "test data"])
+def test_data_that_cannot_be_read_at_first_are_read_again(fleet: Fleet, tmp_path: Path, form: str) -> None:
+    """As data that cannot be read later, which decline an ask; before the first check-in there is none."""
+    camera, events, clock = Camera(), EventLog(), ManualClock()
+    forms: dict[str, dict[str, Any]] = {
+        "function": {"data": camera.read},
+        "iterable": {"data": camera},
+        "test data": {"test_data": camera.read},
+    }
+    with make_device(fleet, tmp_path, events, clock=clock, **forms[form]) as device:
+        assert [device.step(0), device.step(0)] == [Step.WAITED] * 2
+        with pytest.raises(NoSamplesError, match="raised OSError: no light"):
+            _ = device.model
+        (text,) = texts(events, "no-samples")
+        assert text.endswith("; the device reads the data again")
+        assert "raised OSError: no light" in text
+        camera.works = True
+        fleet_ids = answer(fleet, device)
+    assert fleet_ids == list(range(24 if form == "test data" else 2))
+
+
+def test_replaced_data_that_cannot_be_read_are_read_again(fleet: Fleet, tmp_path: Path) -> None:
+    camera, events, clock = Camera(), EventLog(), ManualClock()
+    with make_device(fleet, tmp_path, events, clock=clock) as device:
+        answer(fleet, device)
+        device.replace_data(camera.read)
+        assert device.step(0) is Step.WAITED
+        assert "raised OSError: no light" in texts(events, "no-samples")[0]
+        camera.works = True
+        answer(fleet, device)
+        assert samples_of(fleet) == 2
+
+
+def test_unreadable_data_decline_the_ask_of_a_known_device(fleet: Fleet, tmp_path: Path) -> None:
+    camera, events = Camera(), EventLog()
+    camera.works = True
+    with make_device(fleet, tmp_path, data=camera.read) as device:
+        answer(fleet, device)
+    camera.works = False
+    with make_device(fleet, tmp_path, events, data=camera.read) as device:
+        device.step(0)
+        fleet.ask("d")
+        assert device.step(0) is Step.DECLINED
+        assert "raised OSError: no light" in texts(events, "dropped")[0]
 
 
 def test_test_and_validation_data_are_checked_at_construction(fleet: Fleet, tmp_path: Path) -> None:

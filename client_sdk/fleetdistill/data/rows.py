@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fleetdistill.control_flow import CONTROL_FLOW
-from fleetdistill.errors import DataError
+from fleetdistill.errors import DataError, NoSamplesError
 from fleetdistill.lazy import get_loaded
 
 Array = np.ndarray
@@ -229,14 +229,18 @@ def as_array(value: Any) -> Array:
 
 @contextmanager
 def named_errors(what: str, advice: str) -> Iterator[None]:
-    """Turns any exception of the app's code into a DataError that names the code, and says what to do."""
+    """Turns any exception of the app's code into a DataError that names the code, and says what to do.
+
+    An OSError, as of a camera or a disk, becomes a NoSamplesError: the data may be readable later.
+    """
     try:
         yield
     except DataError:
         raise
     except (Exception, *CONTROL_FLOW) as error:
         detail = str(error).strip().split("\n")[0][:200]
-        raise DataError(f"{what} raised {type(error).__name__}: {detail}; {advice}") from error
+        kind = NoSamplesError if isinstance(error, OSError) else DataError
+        raise kind(f"{what} raised {type(error).__name__}: {detail}; {advice}") from error
 
 
 def is_array(value: Any) -> bool:

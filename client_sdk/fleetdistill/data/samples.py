@@ -112,7 +112,7 @@ def _call(data: Any) -> Any:
     if not is_function(data):
         return data
     name = getattr(data, "__name__", type(data).__name__)
-    with named_errors(f"the function {name}", "fix the function; one for training data may return no samples for now"):
+    with named_errors(f"the function {name}", "fix it; while it cannot read it may raise OSError or return no samples"):
         return data()
 
 
@@ -383,7 +383,7 @@ def named(name: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(f"{name}: {error}") from error
+        raise type(error)(f"{name}: {error}") from error
 
 
 def _scan(rows: Rows, fingerprint: bytes | None, transform: Any) -> Samples:

@@ -111,7 +111,7 @@ class Turns:
         except WorkInterrupted:
             return Step.PAUSED if self._stopped.is_set() else Step.WAITED, 0.0
         except NoSamplesError as none:  # without samples the device does not ask for work, which it cannot do
-            self._events.emit_no_samples(str(none))
+            self._events.emit_no_samples(f"{none}; the device reads the data again")
             return Step.WAITED, wait_seconds
         except LinkError:
             if not self._stopped.is_set():
