@@ -114,6 +114,39 @@ def test_other_rows_are_second_release_declined_beyond_budget(fleet, tmp_path):
     assert "privacy budget used up" in [event.text for event in events][-1]
 
 
+def test_data_replaced_after_the_release_are_an_event_each_time(fleet, tmp_path):
+    """Before the release there is none: it is made of the new data."""
+    events, rows = EventLog(), [30]
+    worker = lambda contract: RowsWorker(contract, rows[0])  # noqa: E731
+    with make_device(MemoryLink(fleet.api), tmp_path, worker=worker, on_event=events.append) as device:
+        device.step(0)
+        rows[0] = 31
+        device.replace_data()
+        check_in_and_answer(device, fleet)
+        assert "not-released" not in events.kinds()
+        device.replace_data()
+        for _ in range(3):
+            device.step(0)
+        (told,) = [event for event in events if event.kind == "not-released"]
+    assert told.values == {"run": RUN}
+    assert told.text.startswith("run 'private' has this device's release or its part of a sum, which is final: the")
+    assert len(received(fleet.store)) == 1
+
+
+def test_other_arrays_after_a_restart_are_an_event_once(fleet, tmp_path):
+    inputs, labels = np.random.default_rng(0).random((30, 1, 8, 8)).astype(np.float32), np.arange(30) % CLASSES
+    told: list[int] = []
+    for data in ((inputs, labels), (inputs, labels), (inputs[::-1], labels), (inputs[::-1], labels)):
+        events, model = EventLog(), lambda: build_model("digits_linear", classes=CLASSES)
+        given = {"worker": None, "model": model, "data": data, "on_event": events.append}
+        with make_device(MemoryLink(fleet.api), tmp_path, **given) as device:
+            if not told:
+                check_in_and_answer(device, fleet)
+            device.step(0)
+        told.append(events.kinds().count("not-released"))
+    assert told == [0, 0, 1, 0]
+
+
 def test_a_larger_budget_allows_a_release_of_other_rows(fleet, tmp_path):
     for rows in (30, 31):
         worker = partial(RowsWorker, rows=rows)

@@ -11,7 +11,7 @@ from fleetdistill.device.backend import Backend
 from fleetdistill.device.contact import link_error
 from fleetdistill.device.identity import data_key, save_identity, save_server
 from fleetdistill.device.parts import DeviceParts
-from fleetdistill.device.private import check_is_private, hides_rows, remove_rows
+from fleetdistill.device.private import check_is_private, has_released, hides_rows, remove_rows
 from fleetdistill.device.secure import SecureTerms, check_secure
 from fleetdistill.errors import (
     CannotAnswer,
@@ -251,7 +251,10 @@ class CheckIn:
         digest = self._digest_of_arrays()
         if profile is None or not self._storage.is_data_version(profile.data_version, digest):
             assert self._terms is not None  # checked in by the turn
-            self._update_profile(self._current_compute(self._terms.contract))
+            contract = self._terms.contract
+            self._update_profile(self._current_compute(contract))
+            if hides_rows(contract) and has_released(self._storage, contract.run):
+                self._events.emit_not_released(contract.run)
         self._data_version_sent = True
 
     def has_samples(self) -> bool:

@@ -543,7 +543,8 @@ class Device:
         previous data. An answer without a receipt is settled first, because it was made from the previous data. The
         device keeps its model state, and `model` and `models` stay the same objects. May be called from `on_event`.
         Data that the constructor would refuse are refused at once, and after a check-in those with another shape or
-        label than the run's, too; what only reading them shows raises DataError in the next turn.
+        label than the run's, too; what only reading them shows raises DataError in the next turn. A run that has the
+        device's private release does not use them (event `not-released`).
 
         Args:
             data: New training data, as in `Device(data=...)`. Without it the device reads the data that it has again; a

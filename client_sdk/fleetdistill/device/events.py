@@ -53,10 +53,10 @@ class Event:
     """Progress report from a device to its app, passed to `Device(on_event=...)`.
 
     Attributes:
-        kind: Kind of the event: checked-in, proxy, extractor, ask, asked-again, released, scored, answered, refused,
-            dropped, damaged, kept, delivered, not-copied, exported, not-exported, not-quantized, too-large,
-            rolled-back, no-samples, interrupted, waiting, resumed, lost-contact, contact-returned, progress, stopped,
-            callback-failed, failed or finished.
+        kind: Kind of the event: checked-in, proxy, extractor, ask, asked-again, released, not-released, scored,
+            answered, refused, dropped, damaged, kept, delivered, not-copied, exported, not-exported, not-quantized,
+            too-large, rolled-back, no-samples, interrupted, waiting, resumed, lost-contact, contact-returned, progress,
+            stopped, callback-failed, failed or finished.
         round: Number of the round that the event belongs to, or 0. A round that falls short is repeated under the next
             number, so it can exceed `rounds`.
         text: Description in one sentence.
@@ -185,6 +185,11 @@ class Events:
         text = f"round {number}: noisy statistics with epsilon {used.epsilon:g}, delta {used.delta:g}; epsilon"
         values = {"epsilon": used.epsilon, "delta": used.delta, "spent": spent, "budget": most.epsilon}
         self.emit("released", number, f"{text} {spent:.3g} of {most.epsilon:g} is spent", values)
+
+    def emit_not_released(self, run: str) -> None:
+        """Emits that new training data are too late for a run that already has what it asks of them once."""
+        text = f"run {run!r} has this device's release or its part of a sum, which is final: the fleet does not learn"
+        self.emit("not-released", 0, f"{text} from the new data; they count in the next run", {"run": run})
 
     def emit_outcome(self, outcome: Outcome) -> None:
         """Emits the outcome of an answer, and whether the app's model was replaced."""

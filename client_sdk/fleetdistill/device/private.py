@@ -18,6 +18,7 @@ from fleetdistill.device.secure import SecureSums
 from fleetdistill.errors import ConfigurationError, FleetDistillError, PrivacyBudgetError, SumRefusedError
 from fleetdistill.state.files import Files
 from fleetdistill.state.privacy_ledger import PrivacyBudget, PrivacyLedger, fingerprint
+from fleetdistill.state.secure_sessions import SecureSessions
 from fleetdistill.wire.v1 import contract_pb2
 
 if TYPE_CHECKING:
@@ -58,6 +59,12 @@ def check_is_private(contract: contract_pb2.Contract) -> None:
             f"run {contract.run!r} is not private, but Budgets(privacy=...) is set; ask the operator for a run "
             "of method classstats_private, or leave the budget out"
         )
+
+
+def has_released(files: Files, run: str) -> bool:
+    """Returns whether a run has what it asks of a device's rows once: its noisy sums, or its part of a secure sum."""
+    in_sum = SecureSessions(files).is_in_sum(run)
+    return in_sum or any(release.run == run and not release.sum for release in PrivacyLedger(files).releases)
 
 
 def remove_rows(profile: contract_pb2.DeviceProfile) -> None:
