@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fleetdistill import Event, Predictor
 from fleetdistill.compute import light_worker
 from fleetdistill.compute.torch_compute import FrozenModel, TorchCompute
-from fleetdistill.deployment.batch import check_batch
+from fleetdistill.deployment.batch import check_batch, check_logits
 from fleetdistill.errors import DamagedStateError, DataError, LinkError, ModelError
 from fleetdistill.models import build_model
 from fleetdistill.testing import FaultyLink, lost_reply
@@ -191,6 +191,29 @@ def test_other_inputs_are_refused(tmp_path: Path, inputs: Any, sentence: str) ->
         device.run()
         with pytest.raises(DataError, match=sentence):
             device.predict(inputs)
+
+
+class Overflowing(nn.Module):
+    """Leaves numbers as they are, and makes NaN of large ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 1e38 - x * 1e38) + x
+
+
+def test_a_model_that_gives_nan_is_an_error(tmp_path: Path) -> None:
+    """Of NaN, argmax would make a class; infinity may be a class that the model excludes."""
+    overflowing = np.vstack([BATCH[:1], np.full((1, 4), 1e6, np.float32)])
+    layers = nn.Sequential(nn.Linear(4, 5), Overflowing(), nn.Linear(5, CLASSES))
+    device, _ = device_at(LyingLink(ask()), tmp_path, export="round", model=split_sequential(layers, 2))
+    with device:
+        for give in (device.predict, lambda inputs: device.predict(torch.from_numpy(inputs))):
+            with pytest.raises(ModelError, match=r"the model gives NaN, first for row 1, .* check the scale of the in"):
+                give(overflowing)
+        device.run()
+        assert np.isfinite(device.predict(BATCH)).all()
+    with pytest.raises(ModelError, match="the model gives NaN, first for row 1"):
+        Predictor(tmp_path).predict(overflowing)
+    check_logits(np.array([[0.0, -np.inf], [np.inf, 0.0]]))
 
 
 @pytest.mark.parametrize(

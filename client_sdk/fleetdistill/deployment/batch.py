@@ -1,4 +1,4 @@
-"""The checks of a batch of inputs that an app passes to a delivered model."""
+"""The checks of a batch of inputs that an app passes to a delivered model, and of its logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fleetdistill.data.samples import shape_advice
-from fleetdistill.errors import DataError
+from fleetdistill.errors import DataError, ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,21 @@ def check_batch(inputs: Any, input_shape: Sequence[int | None] | None) -> None:
     if not bool(finite.all()):
         row = [bool(item.all()) for item in finite].index(False)
         raise DataError(f"the inputs contain NaN or infinite values, first in row {row}")
+
+
+def check_logits(logits: Any) -> None:
+    """Raises ModelError if a model gives NaN, of which argmax would make a class; infinite logits are allowed.
+
+    Args:
+        logits: `[batch, classes]`, a NumPy array or a torch tensor.
+    """
+    bad = logits != logits
+    if bool(bad.any()):
+        row = [bool(item.any()) for item in bad].index(True)
+        raise ModelError(
+            f"the model gives NaN, first for row {row}, because of its weights or of an overflow; check the scale of "
+            "the inputs, or return to an earlier version with device.roll_back()"
+        )
 
 
 def _remedy(shape: tuple[int, ...], input_shape: Sequence[int | None]) -> str:

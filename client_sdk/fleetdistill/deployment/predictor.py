@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetdistill.checked import check_integer, check_name
-from fleetdistill.deployment.batch import RangeCheck, check_batch
+from fleetdistill.deployment.batch import RangeCheck, check_batch, check_logits
 from fleetdistill.deployment.settings import is_installed
 from fleetdistill.deployment.stamp import check_stamp
 from fleetdistill.errors import ModelError, StateError
@@ -79,7 +79,7 @@ class DeployedModel:
 
         Raises:
             DataError: The inputs are not floats, have another shape, or are not finite.
-            ModelError: onnxruntime cannot process the batch.
+            ModelError: onnxruntime cannot process the batch, or the model gives NaN.
         """
         check_batch(inputs, self.input_shape)
         batch = np.ascontiguousarray(inputs, np.float32)
@@ -91,6 +91,7 @@ class DeployedModel:
         if logits.ndim != 2 or len(logits) != len(batch):
             raise ModelError(f"the model gives shape {list(logits.shape)} for a batch of {len(batch)}")
         self._scale.check(batch)
+        check_logits(logits)
         return logits
 
 
@@ -143,7 +144,7 @@ class Predictor:
 
         Raises:
             DataError: The inputs are not floats, have another shape, or are not finite.
-            ModelError: There is no model yet (see `ready`), or it cannot process the batch.
+            ModelError: There is no model yet (see `ready`), it cannot process the batch, or it gives NaN.
         """
         self.refresh()
         return self.model.predict(inputs)

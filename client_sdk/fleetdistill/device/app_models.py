@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleetdistill.deployment.batch import RangeCheck, check_batch, range_of
+from fleetdistill.deployment.batch import RangeCheck, check_batch, check_logits, range_of
 from fleetdistill.device.backend import Backend, Predict
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.errors import DamagedStateError, FleetDistillError, ModelError
@@ -84,6 +84,7 @@ class Predictions:
         model, _, scale = self._current or self._copy()
         logits = model(inputs)
         scale.check(inputs)
+        check_logits(logits)
         return logits
 
     def renew(self) -> None:

@@ -476,8 +476,9 @@ class Device:
         Raises:
             DataError: The inputs are not floats, have another shape, or are not finite.
             ModelError: A device with a `worker` has no model before its first ask, or with `light_worker` before
-                the first delivery; a custom worker does not support `predict`; or the model does not accept the batch.
-                With a `state_dir` of another network of the app, and without `model.onnx`, there is none either.
+                the first delivery; a custom worker does not support `predict`; or the model does not accept the batch,
+                or gives NaN. With a `state_dir` of another network of the app, and without `model.onnx`, there is none
+                either.
             StateError: The model in `state_dir` is damaged, and there is no `model.onnx` of its version; or the process
                 is a fork of the one that opened the device, where PyTorch would wait for threads that it does not have.
             DeviceClosedError: The device was closed before the first call.
