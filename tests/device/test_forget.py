@@ -51,7 +51,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 def test_inspect_shows_identity_model_rounds_and_what_was_sent(fleet: Fleet, used: Path) -> None:
     before = contents(used)
     result = inspect(used)
-    assert (result.device, result.run, result.model) == ("d", RUN, "SplitModel")
+    assert (result.device, result.run, result.model) == ("d", RUN, "2 Linear")
     assert (result.samples, result.rounds, result.last_round, result.waiting) == (24, 1, 1, None)
     assert result.last_receipt == fleet.store.asks.uploads(RUN)[0].receipt
     assert result.ledger.totals.messages == {"answer": 1, "check-in": 1}

@@ -15,12 +15,14 @@ from fleetdistill.errors import ModelError
 from fleetdistill.training.model import (
     SplitModel,
     check_local_model,
+    display_name,
     evaluating,
     fingerprint,
     output_shape,
     parameter_count,
     split_sequential,
 )
+from fleetdistill.training.wrapping import wrap
 
 
 def chain(hidden: int = 6, classes: int = 3) -> SplitModel:
@@ -262,6 +264,21 @@ def test_fingerprint_ignores_order_of_registration(order):
         return model
 
     assert fingerprint(build(order)) == fingerprint(build(sorted(order)))
+
+
+def test_models_of_other_layers_have_other_names_in_lists():
+    """A class of the SDK says nothing of the architecture; the app's own class does."""
+
+    class Own(SplitModel):
+        pass
+
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    assert display_name(chain()) == "3 Linear, BatchNorm1d"
+    assert display_name(split_sequential(plain, 2)) == "2 Linear"
+    assert display_name(wrap(plain, "1")) == "2 Linear"
+    assert display_name(SplitModel({"a": nn.Flatten(), "b": nn.ReLU()}, cut="a")) == "SplitModel"
+    assert display_name(Own(plain, 2)) == "Own"
+    assert display_name(OwnModel()) == "OwnModel"
 
 
 def test_a_model_without_shapes_has_no_fingerprint():

@@ -53,6 +53,7 @@ from fleetdistill.training.local_training import UNMEASURED_ROWS, TrainingReport
 from fleetdistill.training.model import (
     SplitModel,
     check_local_model,
+    display_name,
     embedding_tap,
     evaluating,
     fingerprint,
@@ -237,7 +238,7 @@ class TorchCompute(DeliveringCompute[nn.Module]):
         probe = self._data.inputs[:2] if len(self._data) else self._data.first
         self._taps = check_local_model(self.module, probe.to(model.torch_device), self._classes)
         _warn_of_range(self._taps.extractor, self._data)
-        self._model_name = model.name or type(self.module).__name__
+        self._model_name = model.name or display_name(self.module)
         self._config = config_of_contract(contract)
         local = Local(
             model=self.module,

@@ -26,7 +26,8 @@ class TorchModel:
 
     Attributes:
         module: Local model, or a function that builds it when it is first needed, as `Device(model=...)`.
-        name: Name of the model in the server's lists. Default: the module's class name.
+        name: Name of the model in the server's lists. Default: the module's class name, or the layers with weights of
+            one that `split_sequential` or `wrap` made, such as `2 Conv2d, Linear`.
         torch_device: Torch device to train on, such as `"cpu"` or `"cuda"`.
         predictor: Predictor that the device trains in a classstats run with `predictor = "trained"`: a name in
             `fleetdistill.models.PREDICTORS`, or a function `(inputs, classes) -> nn.Module`.

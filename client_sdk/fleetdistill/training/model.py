@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
@@ -26,6 +26,7 @@ __all__ = [
     "SplitModel",
     "check_embedding",
     "check_local_model",
+    "display_name",
     "embedding_tap",
     "evaluating",
     "fingerprint",
@@ -409,6 +410,19 @@ def output_shape(module: nn.Module, input_shape: Sequence[int]) -> tuple[int, ..
 def parameter_count(module: nn.Module) -> int:
     """Returns the number of parameters; shared parameters count once, buffers do not count."""
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def display_name(module: nn.Module) -> str:
+    """Returns a model's name for lists: its class, or of a class of this package, which any chain has, its layers.
+
+    Only layers with parameters count, such as `2 Conv2d, Linear`. Compare architectures by their `fingerprint`.
+    """
+    layers = Counter(
+        type(part).__name__ for part in module.modules() if next(part.parameters(recurse=False), None) is not None
+    )
+    if not layers or not type(module).__module__.startswith("fleetdistill.training."):
+        return type(module).__name__
+    return ", ".join(name if count == 1 else f"{count} {name}" for name, count in layers.items())
 
 
 def fingerprint(module: nn.Module, cuts: Sequence[Cut] = ()) -> str:
