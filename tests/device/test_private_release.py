@@ -33,6 +33,9 @@ from fleetdistill.methods.base import Answer
 from fleetdistill.models import build_model
 from fleetdistill.privacy.accountant import discrete_mu_for, mu_for
 from fleetdistill.state import failpoints
+from fleetdistill.state.files import Files
+from fleetdistill.state.format import sealed_json
+from fleetdistill.state.secure_sessions import ENDED
 from fleetdistill.testing import EventLog
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
@@ -131,6 +134,15 @@ def test_data_replaced_after_the_release_are_an_event_each_time(fleet, tmp_path)
     assert told.values == {"run": RUN}
     assert told.text.startswith("run 'private' has this device's release or its part of a sum, which is final: the")
     assert len(received(fleet.store)) == 1
+
+
+@pytest.mark.parametrize("is_in_sum", [True, False])
+def test_a_part_of_a_secure_sum_is_final_as_a_release_is(tmp_path, is_in_sum):
+    """A sum that failed is made again, of the new data."""
+    sums = [{"run": RUN, "sid": "00", "outcome": "", "is_in_sum": is_in_sum, "is_charged": False}]
+    Files(tmp_path).save(ENDED, sealed_json({"sums": sums}))
+    assert private.has_released(Files(tmp_path), RUN) is is_in_sum
+    assert not private.has_released(Files(tmp_path), "another")
 
 
 def test_other_arrays_after_a_restart_are_an_event_once(fleet, tmp_path):
