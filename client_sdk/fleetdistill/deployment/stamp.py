@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fleetdistill.errors import ModelError
+from fleetdistill.wire.protobuf_fields import field
 
 _DIGEST = "sha256"
-_METADATA_PROPS = 14 << 3 | 2  # ModelProto.metadata_props, a message
-_KEY, _VALUE = 1 << 3 | 2, 2 << 3 | 2  # StringStringEntryProto, strings
+_METADATA_PROPS = 14  # ModelProto.metadata_props, a message
+_KEY, _VALUE = 1, 2  # StringStringEntryProto, strings
 
 
 def stamp(data: bytes, metadata: Mapping[str, str]) -> bytes:
@@ -40,14 +41,5 @@ def is_complete(path: Path) -> bool:
 
 
 def _entry(key: str, value: str) -> bytes:
-    fields = b"".join(_field(tag, text.encode()) for tag, text in ((_KEY, key), (_VALUE, value)))
-    return _field(_METADATA_PROPS, fields)
-
-
-def _field(tag: int, data: bytes) -> bytes:
-    return bytes([tag]) + _varint(len(data)) + data
-
-
-def _varint(number: int) -> bytes:
-    low = bytes([number & 0x7F])
-    return low if number < 0x80 else bytes([low[0] | 0x80]) + _varint(number >> 7)
+    fields = b"".join(field(number, text.encode()) for number, text in ((_KEY, key), (_VALUE, value)))
+    return field(_METADATA_PROPS, fields)

@@ -6,11 +6,12 @@ memory of this machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fleetdistill.errors import ModelError
 from fleetdistill.training.onnx_file import cpu_session
+from fleetdistill.wire.protobuf_fields import fields_of
 
 _STANDARD = (b"", b"ai.onnx")  # domain names of standard operators
 _DEEPEST = 50
@@ -28,8 +29,6 @@ _NODE_OPERATOR, _NODE_DOMAIN = 4, 7
 _REPEATING = (b"Loop", b"Scan")
 """Operators that may repeat for ever."""
 _TENSOR_EXTERNAL, _TENSOR_LOCATION = 13, 14
-_MAX_FIELDS = (1 << 29) - 1
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
 def foreign_session(data: bytes, threads: int = 1, *, standard: bool = True) -> Any:
@@ -81,7 +80,7 @@ def check_self_contained(data: bytes, *, standard: bool = True) -> None:
             kind, message, depth = waiting.pop()
             if depth > _DEEPEST:
                 raise ModelError(f"is nested more than {_DEEPEST} levels deep")
-            for number, value in _fields(message):
+            for number, value, _ in fields_of(message):
                 if kind == "model" and number == _MODEL_FUNCTION:  # those that call each other grow exponentially
                     raise ModelError("has functions, which are not allowed; inline them with onnx.inliner")
                 if kind == "tensor" and (number == _TENSOR_EXTERNAL or (number == _TENSOR_LOCATION and value != 0)):
@@ -107,38 +106,3 @@ def _as_message(value: memoryview | int) -> memoryview:
     if isinstance(value, int):
         raise ValueError("expected a message, found a number")
     return value
-
-
-def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int]]:
-    """Yields field numbers and values of a protobuf message, without copying."""
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
-        number, wire_type = key >> 3, key & 7
-        if number > _MAX_FIELDS:  # other readers drop the high bits, and read another field
-            raise ValueError(f"a field has number {number}, must be at most {_MAX_FIELDS}")
-        if wire_type == _VARINT:
-            value, at = _varint(message, at)
-            yield number, value
-            continue
-        if wire_type == _LENGTH:
-            size, at = _varint(message, at)
-        elif wire_type in (_FIXED32, _FIXED64):
-            size = 4 if wire_type == _FIXED32 else 8
-        else:
-            raise ValueError(f"a field has unsupported wire type {wire_type}, expected 0, 1, 2 or 5")
-        if at + size > len(message):
-            raise ValueError("a field is longer than its message")
-        yield number, message[at : at + size]
-        at += size
-
-
-def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = message[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise ValueError("a protobuf varint is longer than 10 bytes")
