@@ -462,6 +462,8 @@ class TorchCompute(DeliveringCompute[nn.Module]):
         model, samples = model.eval(), torch.from_numpy(self._first_inputs)
         with torch.no_grad():
             rows = rows_at_once(model, model, samples[:2].to(place_of_inputs(model)[0]))
+        # With its weights as they are, a variant's file can refer to those of the state.
+        plain = None if len(self._delivered) == 1 or settings.quantize is not None else Graphs()
         return export_onnx(
             model,
             path,
@@ -469,7 +471,7 @@ class TorchCompute(DeliveringCompute[nn.Module]):
             metadata,
             opset=settings.opset,
             dynamic_size=settings.dynamic_size,
-            graphs=self.graphs,
+            graphs=self.graphs or plain,
         )
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from fleetdistill.checked import check_integer, check_name
 from fleetdistill.deployment.batch import RangeCheck, check_batch, check_logits
+from fleetdistill.deployment.external_weights import whole
 from fleetdistill.deployment.settings import is_installed
 from fleetdistill.deployment.stamp import check_stamp
 from fleetdistill.errors import ModelError, StateError
@@ -223,7 +224,7 @@ class Predictor:
                 self._seen = seen
                 _check_file(status)
                 data = file.read(MAX_FILE_BYTES)
-            self._model = DeployedModel(data, self._threads)
+            self._model = DeployedModel(whole(data, self._path.parent), self._threads)
         except (ModelError, OSError, MemoryError) as error:
             self.error = str(error) or "memory is short"
             logger.warning("%s is not used: %s", self._path, error)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 
 from fleetdistill.errors import ModelError
 from fleetdistill.wire.protobuf_fields import field
@@ -29,15 +28,6 @@ def check_stamp(data: bytes) -> None:
     size = len(_entry(_DIGEST, "0" * 64))
     if data[-size:] != _entry(_DIGEST, hashlib.sha256(data[:-size]).hexdigest()):
         raise ModelError("the file is incomplete or damaged: it does not end with the SHA-256 of its content")
-
-
-def is_complete(path: Path) -> bool:
-    """Returns whether a file can be read and ends with the digest of its content."""
-    try:
-        check_stamp(path.read_bytes())
-    except (ModelError, OSError):
-        return False
-    return True
 
 
 def _entry(key: str, value: str) -> bytes:

@@ -8,8 +8,9 @@
     versions/NUMBER/       an earlier version: delivered.safetensors, ONNX files and version.json, written last
 
 A kept version consists of hard links where the file system supports them: the device replaces files and never writes
-into them. Numbers only increase; after a roll-back the next delivery has a new number. While a version is pinned, a
-delivery is only stored, with its model alone; the newest one is used after `Device.roll_forward`.
+into them. If the file of the variant in use refers to shared weights, it stands for `model.onnx` too. Numbers only
+increase; after a roll-back the next delivery has a new number. While a version is pinned, a delivery is only stored,
+with its model alone; the newest one is used after `Device.roll_forward`.
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ import shutil
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from fleetdistill.errors import StateError
+from fleetdistill.deployment.external_weights import whole
+from fleetdistill.errors import ModelError, StateError
 from fleetdistill.state import failpoints
 from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import make_directory, rename_durably, sync_directory
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import json_object, sealed_json
 from fleetdistill.state.state_check import STATES, damaged_states
+from fleetdistill.state.weights import with_weights
 
 __all__ = ["Version", "Versions", "link_file"]
 
 MODEL = "delivered.safetensors"
 """File with the app's model in a state directory."""
+MODEL_FILE = "model.onnx"
 IN_USE = "deployed.json"
 """File that describes the version in use."""
 NO_VERSION = "it does not describe a version"
@@ -173,7 +177,7 @@ class Versions:
             data = (self._folder(version.number) / MODEL).read_bytes()
         if hashlib.sha256(data).hexdigest() != version.sha256:
             raise StateError(f"version {version.number} of the model is damaged; the device keeps the model in use")
-        return data
+        return with_weights(self._directory, data)
 
     def _keep_version_in_use(self) -> None:
         version = self.in_use()
@@ -188,10 +192,20 @@ class Versions:
             make_directory(folder)
             present = tuple(name for name in version.files if (self._directory / name).exists())
             for name in (MODEL, *present):
-                link_file(self._directory / name, folder / name)
+                if name != MODEL_FILE or not self._can_be_made(version):
+                    link_file(self._directory / name, folder / name)
             sync_directory(folder)
             digest = hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()
         Files(folder).save(_NOTE, _pack(replace(version, files=present, sha256=digest)))
+
+    def _can_be_made(self, version: Version) -> bool:
+        """Returns whether `model.onnx` is the variant in use with weights that the directory has anyway."""
+        variant, model = self._directory / f"{version.variant}.onnx", self._directory / MODEL_FILE
+        if not variant.exists() or variant.samefile(model):
+            return False
+        with contextlib.suppress(ModelError):
+            return whole(variant.read_bytes(), self._directory) == model.read_bytes()
+        return False
 
     def _prune(self) -> None:
         requested = self.requested()
@@ -308,14 +322,30 @@ class Versions:
     def roll_back(self, version: Version) -> None:
         """Makes a kept version the one in use; repeatable after a crash at any point."""
         in_use = self.in_use()
-        folder = self._folder(version.number)
+        folder, files = self._folder(version.number), version.files
         with disk_errors(self._directory):
             for name in (*version.files, MODEL):
-                _restore(folder / name, self._directory / name)
+                try:
+                    self._restore(folder / name, version)
+                except ModelError:  # the weights are missing; the file is exported again
+                    files = ()
                 failpoints.hit("device.roll-back.after-file")
         last = version.last if in_use is None else in_use.last
-        self._save_in_use(replace(version, last=max(last, version.last), sha256="", held=False))
+        self._save_in_use(replace(version, files=files, last=max(last, version.last), sha256="", held=False))
         failpoints.hit("device.roll-back.after-record")
+
+    def _restore(self, kept: Path, version: Version) -> None:
+        """Replaces a file by a kept one, or `model.onnx` by one that is made of a kept variant."""
+        target = self._directory / kept.name
+        temporary = target.with_name(f"{target.name}.new")
+        temporary.unlink(missing_ok=True)
+        if kept.name == MODEL_FILE and not kept.exists():
+            variant = kept.with_name(f"{version.variant}.onnx")
+            temporary.write_bytes(whole(variant.read_bytes(), self._directory))
+        else:
+            link_file(kept, temporary)
+        rename_durably(temporary, target)
+        temporary.unlink(missing_ok=True)  # a rename to another name of the same file does nothing
 
     def end_roll_back(self) -> None:
         """Removes the request, after the app has been notified."""
@@ -355,12 +385,3 @@ def link_file(source: Path, target: Path) -> None:
         temporary = target.with_name(f"{target.name}.new")
         shutil.copyfile(source, temporary)
         rename_durably(temporary, target)
-
-
-def _restore(source: Path, target: Path) -> None:
-    """Replaces a file by a kept one."""
-    temporary = target.with_name(f"{target.name}.new")
-    temporary.unlink(missing_ok=True)
-    link_file(source, temporary)
-    rename_durably(temporary, target)
-    temporary.unlink(missing_ok=True)  # a rename to another name of the same file does nothing

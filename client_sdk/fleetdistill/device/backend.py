@@ -23,6 +23,7 @@ from fleetdistill.state import failpoints
 from fleetdistill.state.outbox import Pending
 from fleetdistill.state.sample_ids import SampleIds
 from fleetdistill.state.state_check import STATES, damaged_states
+from fleetdistill.state.weights import keep_weights, load_state, with_weights, without_weights
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.v1 import contract_pb2
 
@@ -306,8 +307,11 @@ class Backend:
         # Saved before the first answer: if the answer is dropped, the device returns to this state.
         try:
             failpoints.hit("device.first-state.before-save")
-            storage.save("delivered.safetensors", compute.delivered_state())
-            storage.save("state.safetensors", compute.state())
+            state, delivered = compute.state(), compute.delivered_state()
+            if contract.extractor_file:  # then the extractor is frozen
+                keep_weights(storage, [state, delivered])
+            storage.save("delivered.safetensors", without_weights(storage, delivered))
+            storage.save("state.safetensors", without_weights(storage, state))
         except BaseException:
             compute.forget_state()  # else it would pass for stored when the disk has room again
             raise
@@ -316,7 +320,9 @@ class Backend:
 
     def _restore_saved(self, compute: Compute, saved: bytes) -> None:
         try:
-            compute.restore(saved, self._parts.storage.load("delivered.safetensors"))
+            compute.restore(
+                with_weights(self._parts.storage.directory, saved), load_state(self._parts.storage, STATES[1])
+            )
         except StateError as error:
             damaged = damaged_states(self._parts.storage)  # nothing if the worker's format is unknown
             reason = str(error).removeprefix("the saved state is damaged: ")

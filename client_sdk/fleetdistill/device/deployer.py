@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetdistill.control_flow import CONTROL_FLOW
+from fleetdistill.deployment.external_weights import is_complete, referring, whole
 from fleetdistill.deployment.settings import Deployment
-from fleetdistill.deployment.stamp import is_complete, stamp
-from fleetdistill.deployment.versions import Version, Versions, link_file
+from fleetdistill.deployment.stamp import stamp
+from fleetdistill.deployment.versions import MODEL_FILE, Version, Versions, link_file
 from fleetdistill.device.app_models import Predictions
 from fleetdistill.device.backend import Backend
 from fleetdistill.device.parts import DeviceParts
@@ -31,6 +32,7 @@ from fleetdistill.interruption import check_may_continue
 from fleetdistill.replacement import Replacement
 from fleetdistill.state.disk import disk_errors
 from fleetdistill.state.durable import rename_durably
+from fleetdistill.state.weights import shared_weights
 
 if TYPE_CHECKING:
     from fleetdistill.compute.base import Compute
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MODEL_FILE = "model.onnx"
 _STAGING = "export.new"
 _RETRY_SECONDS = 60.0
 """Seconds after which an export is tried again for which the disk was full or failed."""
@@ -240,6 +241,7 @@ class Deployer:
             self._report_too_large(version, size, limit)
             return ()
         with disk_errors(self._directory):
+            self._share_weights(compute, [folder / name for name in made if name != MODEL_FILE])
             for name in made:
                 rename_durably(folder / name, self._directory / name)
         path = self._directory / MODEL_FILE
@@ -247,6 +249,16 @@ class Deployer:
         report = replace(report, path=path, bytes=path.stat().st_size, max_difference=difference)
         self._events.emit_exported(report, version)
         return made
+
+    def _share_weights(self, compute: Compute, variants: Sequence[Path]) -> None:
+        """Lets the variants' files refer to weights that the directory has anyway; `model.onnx` stays whole."""
+        with shared_weights(self._directory, compute.contract.extractor_file) as shared:
+            for path in variants:
+                data = path.read_bytes()
+                rest = referring(data, shared)
+                if len(rest) < len(data) and whole(rest, self._directory) == data:
+                    path.unlink()  # `model.onnx` may be a second name of it
+                    path.write_bytes(rest)
 
     def _complete_all(self, folder: Path, compute: Compute, version: Version) -> tuple[tuple[str, ...], float]:
         """Completes all files in a folder.

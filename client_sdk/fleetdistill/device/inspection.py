@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from fleetdistill.deployment.external_weights import whole
 from fleetdistill.deployment.stamp import check_stamp
 from fleetdistill.deployment.versions import IN_USE, NO_VERSION, missing_states, version_of
 from fleetdistill.device.usage import PACE, USAGE
@@ -164,7 +165,7 @@ class _Reader:
             return {}
         version = version_of(record)
         names = version.files if version is not None else (name for name in self._found.files if name == "model.onnx")
-        result = {name: _damage_of_onnx(self._files.load(name)) for name in names}
+        result = {name: _damage_of_onnx(self._files.load(name), self._files.directory) for name in names}
         result[IN_USE] = "" if version is not None else NO_VERSION
         return {name: reason for name, reason in result.items() if reason}
 
@@ -178,11 +179,11 @@ class _Reader:
         return result
 
 
-def _damage_of_onnx(data: bytes | None) -> str:
+def _damage_of_onnx(data: bytes | None, directory: Path) -> str:
     if data is None:
         return "the file is missing"
     try:
-        check_stamp(data)
+        check_stamp(whole(data, directory))
     except ModelError as error:
         return str(error).removeprefix("the file is incomplete or damaged: ")
     return ""

@@ -3,8 +3,8 @@
     <digest>.part       an incomplete download, truncated at any byte; verified as a whole before use
     <digest>.payload    a complete payload
 
-Both contain the header's length (8 bytes, little-endian), the header, and the data. Files are not fsynced: one that a
-power cut damages does not match its digest, and is deleted and downloaded again.
+Both contain the header's length (8 bytes, little-endian), the header, and the data. Only a payload that is kept is
+fsynced: another that a power cut damages does not match its digest, and is deleted and downloaded again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fleetdistill.interruption import pause
 from fleetdistill.link.base import HandsOver, Link
 from fleetdistill.state.directory import MAX_SPOOL_BYTES
 from fleetdistill.state.disk import disk_errors, free_bytes
-from fleetdistill.state.durable import write_all
+from fleetdistill.state.durable import rename_durably, write_all
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.codes import after_seconds, is_final
@@ -89,7 +89,7 @@ class Downloads:
             return stored
         for attempt in range(ATTEMPTS):
             try:
-                return self._fetch(link, identity, sha256)
+                return self._fetch(link, identity, sha256, durably=sha256 in keep)
             except LinkError as error:
                 # `Device.run` makes longer pauses, because `Device.stop` can interrupt them.
                 if attempt + 1 == ATTEMPTS or error.after_seconds:
@@ -125,7 +125,7 @@ class Downloads:
                     with contextlib.suppress(PermissionError):  # Windows cannot delete a file while it is mapped
                         path.unlink(missing_ok=True)
 
-    def _fetch(self, link: Link, identity: service_pb2.Identity, sha256: bytes) -> Payload:
+    def _fetch(self, link: Link, identity: service_pb2.Identity, sha256: bytes, *, durably: bool) -> Payload:
         part = _Part(self._path(sha256, "part"), self._max_bytes)
         try:
             with _transient_refusals(), disk_errors(self._folder):
@@ -141,7 +141,10 @@ class Downloads:
             raise
         path = self._path(sha256, "payload")
         with disk_errors(self._folder):
-            part.path.replace(path)
+            if durably:  # ONNX files may refer to it
+                rename_durably(part.path, path)
+            else:
+                part.path.replace(path)
             self._verified.add(sha256)
             return self._verify_once(*_map_file(path), sha256)
 

@@ -6,6 +6,7 @@
     contract.bin            the contract of the run, so that predictions do not need the server
     rows.txt                the data version in that profile, and a digest of the app's data; both hexadecimal
     state.safetensors       the committed state: after the last answer with a receipt
+    weights/                weights to which other files refer, written by `fleetdistill.state.weights`
     downloads/              payloads by digest: the run's proxy set or extractor, the last ask's, an incomplete one
     delivered.safetensors   the app's model
     model.onnx              the app's model as ONNX, if the app wants it

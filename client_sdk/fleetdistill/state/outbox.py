@@ -24,6 +24,7 @@ from fleetdistill.state.disk import disk_errors, free_bytes
 from fleetdistill.state.durable import sync_directory, sync_file
 from fleetdistill.state.files import Files
 from fleetdistill.state.format import FORMAT, check_format, damaged_error, json_object, newer_error, sealed_json
+from fleetdistill.state.weights import without_weights
 from fleetdistill.wire import payload as wire
 from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.digests import Check, identity
@@ -105,6 +106,8 @@ class Outbox:
             StateError: Another answer has no receipt yet.
         """
         self._check_vacant(pending)
+        candidate = without_weights(self._files, candidate)
+        delivered = None if delivered is None else without_weights(self._files, delivered)
         self._check_room(payload.data_bytes + len(candidate) + len(delivered or b""))
         try:
             self._write_answer(pending, payload, candidate, delivered)

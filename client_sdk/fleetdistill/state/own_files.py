@@ -25,6 +25,7 @@ _TOP = (
 _IN_FOLDERS = (
     r"outbox/((header|data)\.bin|(candidate|delivered)\.safetensors|(manifest|outcome)\.json|tries\.txt)",
     r"downloads/[0-9a-f]{64}\.(part|payload)",
+    r"weights/[0-9a-f]{64}",
     r"versions/deployed\.json",
     r"versions/\d+/(delivered\.safetensors|version\.json|[^/]+\.onnx)",
     r"tls/(identity|ca)\.pem",
@@ -32,7 +33,7 @@ _IN_FOLDERS = (
     r"export\.new/.+",
 )
 _OWN = re.compile("|".join((_TOP, *_IN_FOLDERS)))
-_FOLDERS = re.compile(r"outbox|downloads|versions(/\d+)?|tls|proxy|export\.new(/.+)?")
+_FOLDERS = re.compile(r"outbox|downloads|weights|versions(/\d+)?|tls|proxy|export\.new(/.+)?")
 _ENDING = re.compile(r"(\.new(?<!^export\.new)|\.damaged-\d+)(?=/|$)")
 _HARMLESS = re.compile(r"\..*|lost\+found")  # hidden files, and the folder of a file system's root
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import google_crc32c
 
+from fleetdistill.errors import StateError
 from fleetdistill.state.files import Files
+from fleetdistill.state.weights import load_state
 
 STATES = ("state.safetensors", "delivered.safetensors")
 """The files with the committed state and with the app's models."""
@@ -23,10 +25,16 @@ def damaged_states(files: Files) -> dict[str, str]:
 
     A file whose format is unrecognisable counts as damaged if the other one has checksums.
     """
-    result = {name: data for name in STATES if (data := files.load(name)) is not None}
-    if not any(map(_has_checksum, result.values())):
-        return {}
-    return {name: reason for name, data in result.items() if (reason := damage_of(data))}
+    result, damaged = dict[str, bytes](), dict[str, str]()
+    for name in STATES:
+        try:
+            if (data := load_state(files, name)) is not None:
+                result[name] = data
+        except StateError as error:
+            damaged[name] = str(error).removeprefix("the saved state is damaged: ")
+    if damaged or any(map(_has_checksum, result.values())):
+        damaged |= {name: reason for name, data in result.items() if (reason := damage_of(data))}
+    return damaged
 
 
 def _has_checksum(data: bytes) -> bool:

@@ -19,6 +19,7 @@ from fleetdistill.knowledge import GENERAL
 from fleetdistill.state.files import Files
 from fleetdistill.state.memory import MemoryStorage
 from fleetdistill.state.state_file import unpack_state
+from fleetdistill.state.weights import load_state
 from fleetdistill.training.local_training import as_tensor_data, evaluate
 from fleetdistill.training.randomness import without_app
 from fleetdistill.training.tensor_data import tensor_data_of
@@ -64,7 +65,7 @@ class FinalModels:
         with without_app():
             for spec in specs:
                 files = self._files(spec)
-                delivered = files.load("delivered.safetensors")
+                delivered = load_state(files, "delivered.safetensors")
                 if delivered is None:
                     continue
                 compute = self._compute_like(spec, files)
@@ -154,9 +155,9 @@ class FinalModels:
         compute = make_compute(spec, self._contract, self._shared)
         if self._proxy is not None and self._proxy.sha256 in compute.wanted_payloads():
             compute.take_payload(self._proxy.sha256, decode(self._proxy))
-        state = files.load("state.safetensors")
+        state = load_state(files, "state.safetensors")
         assert state is not None  # checked by the callers
-        compute.restore(state, files.load("delivered.safetensors"))
+        compute.restore(state, load_state(files, "delivered.safetensors"))
         return compute
 
 
