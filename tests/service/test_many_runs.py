@@ -35,6 +35,7 @@ from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import when
 from fleetdistill_server.views import runs as views
+from fleetdistill_server.views.server import server as server_view
 
 # --- which runs have an engine, without processes
 
@@ -263,6 +264,30 @@ def test_a_run_between_two_rounds_lends_its_engine(service: Service) -> None:
     assert service.runs() == ["a", "c"]
     service.store.run_control.end_wait("a")
     assert service.status() == {"a": "preparing", "b": "waiting for devices", "c": "preparing"}
+
+
+def test_a_run_keeps_its_engine_for_short_pauses_and_others_queue(service: Service) -> None:
+    """Each pause is shorter than what a run waits before it gives up its engine."""
+    clock = [time.time()]
+    service.store.database.now = lambda: clock[0]
+    create(service.store, "a", "b", "c", "d")
+    assert service.runs() == ["a", "b"]
+    for _ in range(3):
+        service.store.run_control.begin_wait_until("a", clock[0] + WAIT_SECONDS - 1)
+        for _ in range(2):
+            assert service.runs() == ["a", "b"]
+            assert service.status() == {
+                "a": "idle",
+                "b": "preparing",
+                "c": "queued (1 of 2)",
+                "d": "queued (2 of 2)",
+            }
+            assert [row["engine"] for row in server_view(service.store, service.directory).lists["queue"]] == [
+                *(True, True, False, False)
+            ]
+            clock[0] += 1
+        service.store.run_control.end_wait("a")
+        assert (service.runs(), service.status()["a"]) == (["a", "b"], "preparing")
 
 
 def test_a_run_between_two_rounds_forgets_at_once(service: Service) -> None:

@@ -72,13 +72,14 @@ class RunControl:
     def queue(self) -> list[Run]:
         """Returns the runs that need an engine, in the order in which they get engines.
 
-        Runs that have waited for `WAIT_SECONDS` are last, of these first those that have an engine.
+        Runs that have an engine are first. Those that have waited for `WAIT_SECONDS` are last, of these first those
+        that have an engine.
         """
         waits = "waits_since <= ? AND (waits_until IS NULL OR waits_until > ?)"
         now = self._db.now()
         rows = self._db.rows(
             f"SELECT * FROM runs WHERE {_IS_ACTIVE} AND setup IS NOT NULL "
-            f"ORDER BY CASE WHEN {waits} THEN CASE WHEN engine IS NULL THEN 2 ELSE 1 END ELSE 0 END, "
+            f"ORDER BY CASE WHEN {waits} THEN 1 ELSE 0 END, engine IS NULL, "
             "coalesce(waits_until, queued_at, created_at), name",
             *(now - WAIT_SECONDS, now),
         )
