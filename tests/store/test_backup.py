@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -367,7 +369,35 @@ def damage_the_database(target: Path) -> str:
     return "store.sqlite does not match its digest in manifest.json"
 
 
-@pytest.mark.parametrize("damage", [damage_a_payload, remove_a_payload, damage_the_database])
+def damage_a_page(database: Path) -> None:
+    """Overwrites the page of an index, which no query of a backup reads."""
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        (page,) = connection.execute("SELECT max(rootpage) FROM sqlite_schema WHERE type = 'index'").fetchone()
+        (size,) = connection.execute("PRAGMA page_size").fetchone()
+    with database.open("r+b") as file:
+        file.seek((page - 1) * size)
+        file.write(b"#" * size)
+
+
+def test_a_damaged_database_is_not_backed_up(server: Server, tmp_path: Path) -> None:
+    server.store.close()
+    damage_a_page(server.directory / "store.sqlite")
+    with pytest.raises(StoreError, match=r"the database of the store .* is damaged .* so there is no backup"):
+        backup(server.directory, tmp_path / "backup")
+    assert not (tmp_path / "backup").exists()
+
+
+def damage_before_the_backup(target: Path) -> str:
+    """Its manifest has the digest of the damaged database."""
+    damage_a_page(target / "store.sqlite")
+    manifest = json.loads((target / "manifest.json").read_text())
+    manifest["database"] = hashlib.sha256((target / "store.sqlite").read_bytes()).hexdigest()
+    (target / "manifest.json").write_text(json.dumps(manifest))
+    return "store.sqlite was damaged when the backup was made"
+
+
+@pytest.mark.parametrize("damage", [damage_a_payload, remove_a_payload, damage_the_database, damage_before_the_backup])
 def test_a_damaged_backup_is_refused_and_named(server: Server, tmp_path: Path, damage: Callable[[Path], str]) -> None:
     target = tmp_path / "backup"
     backup(server.directory, target)

@@ -29,6 +29,7 @@ from fleetdistill.state import failpoints
 from fleetdistill.state.durable import keep_private, make_directory, sync_directory, sync_file
 from fleetdistill.version import VERSION
 from fleetdistill_server.store.blobs import disk_errors
+from fleetdistill_server.store.checks import RECOVERY
 from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.location import Location, has_store, read_location
 from fleetdistill_server.store.operator_calls import BEGUN
@@ -71,8 +72,8 @@ def backup(source: Path, target: Path, *, link: bool = False) -> BackedUp:
 
     Raises:
         ConfigurationError: `source` contains no store, or `target` is not empty, or within the store.
-        StoreError: A file could not be read or written, or another process holds the deletion lock for too long; what
-            was written is deleted.
+        StoreError: The database is damaged, a file could not be read or written, or another process holds the deletion
+            lock for too long; what was written is deleted.
     """
     if not has_store(source):
         raise ConfigurationError(f"there is no store in {source}: the directory contains no {_DATABASE}")
@@ -92,6 +93,11 @@ def backup(source: Path, target: Path, *, link: bool = False) -> BackedUp:
             make_directory(target)
             keep_private(target)  # before anything is in it; it may have existed
             _snapshot(source / _DATABASE, target / _DATABASE)
+            if damage := _damage_of(target / _DATABASE):
+                raise StoreError(
+                    f"the database of the store {source} is damaged ({damage}), so there is no backup of it. Keep the "
+                    f"earlier backups. {RECOVERY}"
+                )
             failpoints.hit("backup.after-snapshot")
             payloads, checkpoints = _needed_by(target)
             copy = _link_or_copy if link else _copy
@@ -190,6 +196,16 @@ def _snapshot(source: Path, target: Path) -> None:
         if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
             raise NoSpaceError("the disk is full") from error
         raise StoreError(f"cannot copy the database {source} to {target}: {error}") from error
+
+
+def _damage_of(snapshot: Path) -> str:
+    """Reads a whole database to which nobody writes; returns what is damaged, or ""."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"{snapshot.absolute().as_uri()}?immutable=1", uri=True)) as database:
+            (result,) = database.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.DatabaseError as error:
+        return str(error)
+    return "" if result == "ok" else " ".join(str(result).split())
 
 
 def _needed_by(directory: Path) -> tuple[set[bytes], set[bytes]]:
@@ -307,6 +323,8 @@ def _damage_in(
         yield f"{_DATABASE} is missing"
     elif _file_digest(source / _DATABASE) != manifest["database"]:
         yield f"{_DATABASE} does not match its digest in {MANIFEST}"
+    elif damage := _damage_of(source / _DATABASE):
+        yield f"{_DATABASE} was damaged when the backup was made ({damage})"
     for name, is_payload in wanted:
         try:
             _verify(blobs, bytes.fromhex(name), is_payload)
