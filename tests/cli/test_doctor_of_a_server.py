@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from fleetdistill_server.cli.server_checks import examine
 from fleetdistill_server.config.run_config import run_config
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.service import serve_lock
+from fleetdistill_server.service.heartbeat import SUPERVISOR_FILE
 from fleetdistill_server.service.process_state import ENGINE, FRONT, ProcessFile, ProcessState
 from fleetdistill_server.store.store import Store
 
@@ -113,12 +115,36 @@ def test_a_run_that_stopped_after_a_failure_is_named(store: Store, tmp_path: Pat
 def test_a_front_that_fails_does_not_listen(store: Store, tmp_path: Path) -> None:
     """Whoever else listens on its port."""
     with socket.create_server(("127.0.0.1", 0)) as taken, serve_lock.take(tmp_path / "store", ""):
-        path = write_config(tmp_path, listen=f"127.0.0.1:{taken.getsockname()[1]}")
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        path = write_config(tmp_path, listen=address)
         waits = "has failed 7 times without working for 10 s; last time, it cannot listen"
         ProcessFile(tmp_path / "store").write([ProcessState(FRONT, "", 4, 7, waits=waits)])
         process, ports = said(path)
     assert process.startswith(f"processes: the front {waits}, so no device can call")
-    assert ports.endswith("see its processes above")
+    assert ports == f"ports: the front, which answers on {address}, has the problem above"
+
+
+def test_what_a_hung_supervisor_wrote_of_the_front_is_not_told(store: Store, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, serve_lock.take(tmp_path / "store", ""):
+        path = write_config(tmp_path, listen=f"127.0.0.1:{taken.getsockname()[1]}")
+        ProcessFile(tmp_path / "store").write([ProcessState(FRONT, "", 4, 7, waits="has failed 7 times")])
+        os.utime(tmp_path / "store" / SUPERVISOR_FILE, (1e9, 1e9))
+        (hangs,) = said(path)
+        assert hangs.startswith("processes: the supervisor hangs")
+        assert f"ports: the server listens on 127.0.0.1:{taken.getsockname()[1]}" in said(path, "ok")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[limit]\ndevices = 3\n[server]\nlisten_port = 5\n", ["[limit]: unknown section", "listen_port"]),
+        ('[server]\nlisten = "127.0.0.1:50093"\nmetrics = "127.0.0.1:50093"\n', ["listen and metrics are both"]),
+    ],
+)
+def test_doctor_finds_what_check_finds_in_settings(tmp_path: Path, text: str, named: list[str]) -> None:
+    (tmp_path / "server.toml").write_text(text)
+    found = "; ".join(said(tmp_path / "server.toml"))
+    assert [name in found for name in named] == [True] * len(named), found
 
 
 def test_a_store_that_the_pki_has_served_is_missed(tmp_path: Path) -> None:
@@ -274,6 +300,14 @@ def test_of_many_lost_payloads_five_are_named_and_all_counted(tmp_path: Path) ->
     *named, counted = said(write_config(tmp_path))
     assert ["is missing" in error for error in named] == [True] * 5
     assert counted == "store: 2 more payloads or checkpoints are missing or damaged"
+    opened = Store.open(tmp_path / "store")
+    states = [opened.blobs.put_state(bytes([number])) for number in range(9)]
+    for state in states:
+        opened.runs.close_round("digits", opened.runs.open_number("digits") or open_round(opened), state, [], {})
+    opened.close()
+    for state in states:
+        (tmp_path / "store" / "blobs" / state.hex()[:2] / f"{state.hex()}.safetensors").unlink()
+    assert "run 'digits' cannot go on from it" in said(write_config(tmp_path))[0], "the worst is first"
 
 
 def test_a_lost_checkpoint_is_named_with_run_and_way_back(store: Store, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_front_that_fails_again_and_again_is_a_problem(
             (problem,) = look()
             assert problem.startswith("the front has failed "), "also while one starts"
             assert f"times without working for 1 s; last time, it {config}: [server] listen is 5, must be" in problem
-            assert problem.endswith("so no device can call; the supervisor starts it again")
+            assert problem.endswith("so no device can call, or not for long; the supervisor starts it again")
             assert (states(), front.state().works) == (["starts again"], False)
         config.write_text(working)
         wait_until(lambda: look() == [], "the front to work again")

@@ -266,7 +266,7 @@ def test_a_run_between_two_rounds_lends_its_engine(service: Service) -> None:
     assert service.status() == {"a": "preparing", "b": "waiting for devices", "c": "preparing"}
 
 
-def test_a_run_keeps_its_engine_for_short_pauses_and_others_queue(service: Service) -> None:
+def test_a_run_keeps_its_engine_for_pauses_of_some_seconds(service: Service) -> None:
     """Each pause is shorter than what a run waits before it gives up its engine."""
     clock = [time.time()]
     service.store.database.now = lambda: clock[0]

@@ -34,7 +34,12 @@ from fleetdistill_server.views.server import server
             "has failed and is started again at 12",
             ["the engine of run 'r' has failed and is started again at 12"],
         ),
-        (None, 2, "", ["the front does not run, so no device can call; the supervisor starts it again"]),
+        (
+            None,
+            2,
+            "",
+            ["the front does not run, so no device can call, or not for long; the supervisor starts it again"],
+        ),
     ],
 )
 def test_a_process_that_does_not_run_is_a_problem(

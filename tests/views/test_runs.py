@@ -265,6 +265,19 @@ def test_a_device_that_asks_to_be_forgotten_no_longer_counts() -> None:
     assert [row["leave_one_out"] for row in views.devices(store, "r").lists["devices"]] == [None, 0.8]
 
 
+def test_figures_of_an_undone_round_are_not_expected() -> None:
+    store = filled(0)
+    store.runs.set_keep_checkpoints("r", 2)
+    for number, (device, told) in enumerate({"a": left_out(2, 3, 4), "b": left_out(8, 9, 5)}.items(), start=1):
+        store.runs.start_round("r", DEVICES)
+        store.history.add_figures("r", number, device, told)
+        store.runs.close_round("r", number, bytes([number]), [], {})
+    store.runs.roll_back("r", 1)
+    shown = views.run(store, "r")
+    assert [row["device"] for row in shown.lists["leave_one_out"]] == ["a"]
+    assert shown.facts["leave_one_out_general"] == 0.2
+
+
 def test_a_device_that_tells_half_of_it_expects_nothing() -> None:
     store = filled(1)
     half = [Metric(name=LEAVE_ONE_OUT, split="train", sum=1, count=10)]

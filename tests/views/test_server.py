@@ -95,6 +95,27 @@ def test_devices_of_another_ca_are_a_warning(tmp_path: Path) -> None:
     store.close()
 
 
+def test_devices_that_need_no_certificate_are_not_shut_out(tmp_path: Path) -> None:
+    """Revoked ones, and those whose runs are over or have forgotten them."""
+    authority = make_pki(tmp_path / "pki")
+    store = Store.open(tmp_path / "store")
+    for run in ("over", "on"):
+        store.runs.begin(run, {})
+    for device, runs in {"a": ["over"], "b": ["over", "on"], "c": ["on"], "d": [], "e": []}.items():
+        add_device(store, authority, device)
+        for run in runs:
+            store.devices.register(run, device, b"secret", b"")
+    store.runs.set_status("over", RunStatus.FINISHED, "")
+    store.devices.ask_to_forget("on", "c")
+    revoke_device(store, "d", "lost")
+    (tmp_path / "store" / serve_lock.SERVED_FILE).write_text(f'[server]\npki = "{tmp_path / "pki"}"\n')
+    shutil.rmtree(tmp_path / "pki")
+    make_pki(tmp_path / "pki")
+    (warning,) = server(store, tmp_path / "store").facts["warnings"]
+    assert "(b, e): enrol them again" in warning
+    store.close()
+
+
 def test_devices_are_listed_that_should_have_renewed(tmp_path: Path) -> None:
     """They renew at half of the validity: three quarters of it, whatever that is, is late."""
     store, now = Store.open(tmp_path), time.time()

@@ -249,7 +249,10 @@ def not_in_use(path: Path) -> str:
     served_now = serving(Path(wanted.server.store))
     if served_now is None or served_now.run != read_toml(path).get("run", {}).get("name", ""):
         return ""  # the running server is that of another file
-    old, new = in_use(wanted).model_dump(), wanted.model_dump()
+    old, new = (
+        config.model_copy(update={"server": config.server.absolute()}).model_dump()
+        for config in (in_use(wanted), wanted)
+    )
     differ = [
         f"[{section}] {name} = {json.dumps(value)}, not {json.dumps(new[section][name])}"
         for section, settings in old.items()

@@ -23,6 +23,7 @@ from fleetdistill.errors import ConfigurationError, DamagedError, FleetDistillEr
 from fleetdistill.link.credentials import AUTHORITIES, split
 from fleetdistill.state.durable import open_to_others
 from fleetdistill_server.cli.serve_checks import (
+    check_addresses,
     check_extras,
     check_ports,
     check_security,
@@ -33,9 +34,9 @@ from fleetdistill_server.cli.serve_checks import (
     without_access,
 )
 from fleetdistill_server.config.section import read_toml
-from fleetdistill_server.config.server_config import ServerSection, load_server_config
+from fleetdistill_server.config.server_config import ServerSection, load_server_config, load_service_config
 from fleetdistill_server.security.pki import SERVER
-from fleetdistill_server.service.process_state import FRONT, last_processes
+from fleetdistill_server.service.process_state import FRONT, read_processes
 from fleetdistill_server.service.processes import hard_limit_of_files
 from fleetdistill_server.service.serve_lock import serving
 from fleetdistill_server.store.checks import check_schema, is_current
@@ -99,7 +100,7 @@ def _settings(path: Path) -> Found:
         config = load_run_config(path)
         yield OK, f"{path} describes run {config.run.name!r} with {config.run.method}"
     else:
-        load_server_config(path)
+        load_service_config(path)
         yield OK, f"{path} describes a server without a run"
     if differ := not_in_use(path):
         yield WARNING, differ
@@ -151,12 +152,13 @@ def _access(server: ServerSection) -> Found:
 
 
 def _ports(server: ServerSection) -> Found:
+    check_addresses(server)
     if serving(Path(server.store)) is None:
         check_ports(server)
         yield OK, "free"
         return
-    if any(process.name == FRONT and process.problems() for process in last_processes(Path(server.store))):
-        yield ERROR, f"the server does not answer on {server.listen}; see its processes above"
+    if any(process.name == FRONT and process.problems() for process in read_processes(Path(server.store))):
+        yield ERROR, f"the front, which answers on {server.listen}, has the problem above"
         return
     host, _, port = server.listen.rpartition(":")
     if port == "0":
@@ -283,7 +285,9 @@ def _payloads(store: Store, *, read: bool) -> Found:
     """Compares the payloads and checkpoints that are needed with their digests, or looks whether they exist."""
     wanted = needed(store)
     damaged = {}
-    for sha256 in sorted(wanted.payloads | wanted.checkpoints):
+    newest = {store.runs.existing(run).checkpoint for run in store.runs.names()}  # without them, a run cannot go on
+    order = lambda sha256: (sha256 not in newest, sha256 not in wanted.checkpoints, sha256)  # noqa: E731
+    for sha256 in sorted(wanted.payloads | wanted.checkpoints, key=order):
         is_payload = sha256 in wanted.payloads
         reason = _damage(store, sha256, is_payload=is_payload, read=read)
         if reason:

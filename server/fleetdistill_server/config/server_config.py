@@ -97,6 +97,12 @@ class ServerSection(Section):
         usual = f"{self.listen.rpartition(':')[0]}:{ENROL_PORT}"
         return Tls(Path(self.pki), self.enrol_listen or usual, self.certificate_days)
 
+    def absolute(self) -> ServerSection:
+        """Returns this section with absolute paths besides the store's, for readers in another folder."""
+        places = [str(Path(place).absolute()) for place in self.data_directories]
+        pki = self.pki and str(Path(self.pki).absolute())
+        return self.model_copy(update={"pki": pki, "data_directories": places})
+
     def on_ports(self, port: int | None, enrol_port: int | None) -> ServerSection:
         """Returns this section with other ports, so that a restarted front keeps its ports.
 

@@ -231,10 +231,16 @@ def is_accepted(pem: bytes, accepted: Sequence[x509.Certificate]) -> bool:
 
 
 def of_forgotten_ca(pki: Path, store: Store) -> set[str]:
-    """Returns the devices whose newest certificate is of a CA that a PKI no longer accepts, told by the CA's name."""
+    """Returns the devices that a server would admit but for the CA of their newest certificate, told by its name.
+
+    Revoked devices do not count, nor do devices whose runs are all over or have forgotten them.
+    """
     accepted = {authority.subject.rfc4514_string() for authority in accepted_authorities(pki)}
     newest = [holder_of(certificate.pem) for certificate in store.credentials.newest_certificates() if accepted]
-    return {holder.name for holder in newest if holder is not None and holder.issuer not in accepted}
+    devices = {holder.name for holder in newest if holder is not None and holder.issuer not in accepted}
+    revoked = {revocation.subject for revocation in store.credentials.revocations()} if devices else set()
+    gone = store.devices.without_work(devices)
+    return {device for device in devices - gone if f"{Role.DEVICE}:{device}" not in revoked}
 
 
 def is_of_old_ca(pki: Path, identity: Path) -> bool:

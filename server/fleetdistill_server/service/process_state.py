@@ -57,7 +57,8 @@ class ProcessState:
         result = []
         if self.name == FRONT and (self.waits or self.pid is None):
             what = self.waits or "does not run"
-            result.append(f"the front {what}, so no device can call; the supervisor starts it again")
+            text = "so no device can call, or not for long; the supervisor starts it again"
+            result.append(f"the front {what}, {text}")
         elif self.waits:
             result.append(f"the engine of run {self.run!r} {self.waits}")
         if self.hangs:
@@ -99,8 +100,10 @@ def read_processes(store: Path) -> list[ProcessState]:
     Takes 3 s if the supervisor seems to hang. Empty before a server has started, or if it is on another machine.
     """
     result = last_processes(store)
-    hangs = silent_since(store / SUPERVISOR_FILE)
-    return [replace(item, hangs=hangs) if item.name == SUPERVISOR else item for item in result]
+    if not (hangs := silent_since(store / SUPERVISOR_FILE)):
+        return result
+    # What it wrote of the others is old by now, and they may work.
+    return [replace(item, hangs=hangs if item.name == SUPERVISOR else "", waits="") for item in result]
 
 
 def last_processes(store: Path) -> list[ProcessState]:

@@ -66,7 +66,7 @@ _ASKED = {
 def _write_served(config: RunConfig | ServerConfig) -> Path:
     """Writes the configuration for the front, readable only by its owner. Raises StoreError."""
     path = Path(config.server.store) / serve_lock.SERVED_FILE
-    text = as_toml(config).encode()
+    text = as_toml(config.model_copy(update={"server": config.server.absolute()})).encode()
     with disk_errors(f"writing {path}"):
         if not (path.exists() and path.read_bytes() == text):  # a server that starts again needs no room on the disk
             write_private(path, text)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from fleetdistill_server.store.credentials import REVOKED
 from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.records import Device
-from fleetdistill_server.store.states import AT_REST, sql_list
+from fleetdistill_server.store.states import AT_REST, OVER, sql_list
 
 HAS_ITS_DEVICES = (
     "(waits_for > 0 AND waits_for <= (SELECT count(*) FROM devices WHERE run = name AND present = 1 "
@@ -37,6 +37,13 @@ class Devices:
         """Returns all devices of a run, ordered by id."""
         rows = self._db.rows("SELECT * FROM devices WHERE run = ? ORDER BY device", run)
         return [Device.from_row(row) for row in rows]
+
+    def without_work(self, devices: Collection[str]) -> set[str]:
+        """Returns which of these devices have been in runs, but only in such as are over or have forgotten them."""
+        works = f"r.status NOT IN ({sql_list(OVER)}) AND d.forget_asked_at IS NULL"
+        of_runs = "SELECT d.device FROM devices d JOIN runs r ON r.name = d.run"
+        without = self._db.column(f"{of_runs} GROUP BY d.device HAVING max(CASE WHEN {works} THEN 1 ELSE 0 END) = 0")
+        return set(without) & set(devices)
 
     def count(self, run: str) -> int:
         """Returns how many devices have ever checked in to a run."""

@@ -389,6 +389,10 @@ class Runs:
         """Returns all rounds of a run, ordered by number."""
         return [Round.from_row(row) for row in self._db.rows("SELECT * FROM rounds WHERE run = ? ORDER BY round", run)]
 
+    def undone_rounds(self, run: str) -> set[int]:
+        """Returns the numbers of the rounds that rollbacks have undone."""
+        return set(self._db.column("SELECT round FROM rounds WHERE run = ? AND status = 'undone'", run))
+
     def remove_contributions(self, run: str, devices: Sequence[str], checkpoint: bytes) -> None:
         """Removes devices' contributions: sets a checkpoint without them and releases payloads that can contain them.
 

@@ -46,15 +46,18 @@ class Expected:
 def expected(store: Store, run: str, only: str | None = None) -> dict[str, Expected]:
     """Returns the expected accuracy by device, without devices that are forgotten or to be forgotten.
 
+    Figures of an undone round are left out: a device whose newest ones they are has none until it reports again.
+
     Only of one device if `only` is given.
     The result is empty for methods without these figures.
     """
     forgotten = {device.id for device in store.devices.all(run) if device.forget_asked_at is not None}
+    undone = store.runs.undone_rounds(run)
     reported = {
         (figure.device, figure.name, figure.round): figure
         for name in (LEAVE_ONE_OUT, OWN_KEPT)
         for figure in store.history.newest_figures(run, name, SPLIT, only)
-        if figure.device not in forgotten
+        if figure.device not in forgotten and figure.round not in undone
     }
     newest = {device: number for device, name, number in reported if name == LEAVE_ONE_OUT}
     result = {device: _of_device(reported, device, number) for device, number in sorted(newest.items())}

@@ -171,7 +171,7 @@ def shut_out_devices(section: ServerSection, store: Store) -> list[str]:
     names = ", ".join(devices[:_NAMED]) + (", ..." if len(devices) > _NAMED else "")
     return [
         f"{counted(len(devices), 'device')} cannot connect, with certificates of a CA that this PKI does not have "
-        f"({names}): restore your copy of the PKI, or enrol them again"
+        f"({names}): enrol them again, or revoke them; if the PKI was replaced, restore your copy of it"
     ]
 
 
