@@ -190,13 +190,13 @@ _DECIDES_NOTHING = ("out", "data_dir", "torch_device", "link")
 
 
 def simulation_of(given: argparse.Namespace, key: Key) -> Simulation:
-    """What is run under a key. Raises KeyError where the comparison has no such setting or run."""
+    """What is run under a key, scored after each round for the curves. Raises KeyError where there is no such run."""
     comparison = COMPARISONS[given.comparison]
     setting, name, seed = key
     alone = name == next(iter(comparison.runs))
     where = {"seed": seed, "data_dir": given.data_dir, "out": given.out, "torch_device": given.torch_device}
     changed = {**where, **comparison.settings[setting], **comparison.runs[name]}
-    return replace(comparison.base, **changed, with_alone=alone, with_fedavg=False)
+    return replace(comparison.base, **changed, with_alone=alone, with_fedavg=False, score="devices")
 
 
 def digest(wanted: Simulation) -> str:

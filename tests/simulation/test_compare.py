@@ -98,6 +98,14 @@ def test_every_run_of_a_comparison_has_a_digest_of_its_own(compare: Any) -> None
         assert len({compare.digest(compare.simulation_of(given, key)) for key in every}) == len(every)
 
 
+def test_every_run_scores_its_devices_after_each_round(compare: Any) -> None:
+    for name in compare.COMPARISONS:
+        given = compare.arguments([name])
+        for wanted in (compare.simulation_of(given, key) for key in compare.keys(given)):
+            assert wanted.scores_devices
+            assert wanted.rounds_between_scores == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "same"),
     [
