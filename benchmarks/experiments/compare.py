@@ -129,7 +129,7 @@ def _classstats(base: Simulation, fedavg: tuple[str, ...]) -> Comparison:
     decaying = {"dkd_steps": 0, "local_epochs": 2, "learning_rate_round_decay": 0.1 ** (1 / (base.rounds - 1))}
     rate = {"learning_rate": settings.get("learning_rate", _FEDAVG_RATE), "weight_decay": 0.0}
     runs: dict[str, dict[str, Any]] = {
-        "fedgkt": {"method": "feddkc", "settings": settings | {"server_beta": 0.0}},
+        "server_beta=0": {"method": "feddkc", "settings": settings | {"server_beta": 0.0}},
         **{name: {"method": name, "models": fedavg[:1], "settings": settings} for name in _ONE_ARCHITECTURE},
         **_ONE_EXCHANGE,
         **{f"fedavg, {item}": {"method": "fedavg", "models": (item,), "settings": settings} for item in fedavg},

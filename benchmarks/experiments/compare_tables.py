@@ -18,7 +18,6 @@ CONTROLS = (
     "no correlation",
     "without dropping",
     "server_beta=0",
-    "fedgkt",
 )
 _NAMES = {"global": "global model", "devices": "devices, all classes", "c_per": "C-Per", "own": "own classes"}
 _COLUMNS = ("global", "devices", "own", "c_per")

@@ -1,4 +1,4 @@
-"""FedDKC against its controls: alone, none (FedGKT), KKR, SKR, `server_beta = 0` and without labels, paired.
+"""FedDKC against its controls: alone, no refinement, KKR, SKR, `server_beta = 0` and without labels, paired.
 
     python benchmarks/experiments/feddkc.py --dataset fashion-mnist --train-limit 3000 --rounds 10 --seeds 0 1 2
 

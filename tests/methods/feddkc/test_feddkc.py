@@ -146,7 +146,7 @@ def test_server_beta_0_ignores_what_the_devices_say() -> None:
     assert not torch.equal(next(iter(listening.predictor.parameters())), next(iter(honest.predictor.parameters())))
 
 
-def test_none_is_fedgkt_the_devices_own_softmax() -> None:
+def test_none_is_the_devices_own_softmax() -> None:
     logits = torch.randn(5, CLASSES)
     refined = make_server(refinement="none", temperature=3.0).refine(logits)
     assert_close(refined.probabilities, (logits.double() / 3.0).softmax(1))

@@ -29,8 +29,7 @@ class FedDKCConfig(LocalTraining):
     """Settings of FedDKC in addition to those of local training, with the paper's names and ranges.
 
     Attributes:
-        refinement: How the server makes the devices' knowledge congruent: `skr`, `kkr`, `kkr_kernel`, or `none` for
-            FedGKT.
+        refinement: How the server makes the devices' knowledge congruent: `skr`, `kkr`, `kkr_kernel`, or `none`.
         target_peak: KKR's T, in (1/C, 1); None means (1 + 1/C) / 2.
         target_entropy: SKR's E in bits, in (0, log2 C); None means half of log2 C.
         epsilon: Congruence tolerance, above 0; searches stop at half of it.

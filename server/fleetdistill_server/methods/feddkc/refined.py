@@ -64,7 +64,7 @@ class Refined:
 
 
 def no_refinement(logits: ArrayLike | Tensor, *, temperature: float) -> Refined:
-    """Returns softmax(z / τ) without refinement: FedGKT, the baseline of the refinements.
+    """Returns softmax(z / τ) without refinement, the baseline of the refinements.
 
     Args:
         logits: Local knowledge z, `[N, C]`, any float dtype, finite.
