@@ -12,6 +12,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import when
 from fleetdistill_server.views import runs as views
+from fleetdistill_server.views.reading import Query, read
 from fleetdistill_server.views.server import server as server_view
 
 # --- which runs have an engine, without processes
@@ -288,6 +290,31 @@ def test_a_run_keeps_its_engine_for_pauses_of_some_seconds(service: Service) -> 
             clock[0] += 1
         service.store.run_control.end_wait("a")
         assert (service.runs(), service.status()["a"]) == (["a", "b"], "preparing")
+
+
+def test_settings_that_wait_for_the_next_engine_are_told(service: Service) -> None:
+    wanted: dict[str, Any] = {
+        "run": {"name": "a", "method": "fedavg"},
+        "contract": {"classes": 10, "input_shape": [1, 8, 8]},
+    }
+    run_changes.create(service.store, run_config(wanted), start_it=True)
+    query = partial(read, service.store, service.directory)
+
+    def told() -> list[str]:
+        return [
+            query(Query("run", run="a")).facts["settings_not_in_use"],
+            query(Query("settings", run="a")).facts["not_in_use"],
+        ]
+
+    assert service.runs() == ["a"]
+    assert told() == ["", ""]
+    changed = {**wanted, "run": {**wanted["run"], "deadline_seconds": 7.0}, "server": {"keep_rounds": 4}}
+    run_changes.create(service.store, run_config(changed))
+    assert told() == ["run.deadline_seconds was 600.0, is 7.0; server.keep_rounds was 1, is 4"] * 2
+    run_changes.change(service.store, "a", RunStatus.PAUSED)
+    assert (told(), service.runs()) == (["", ""], [])
+    run_changes.change(service.store, "a", RunStatus.RUNNING)
+    assert (service.runs(), told()) == (["a"], ["", ""])
 
 
 def test_a_run_between_two_rounds_forgets_at_once(service: Service) -> None:

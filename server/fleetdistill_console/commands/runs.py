@@ -259,6 +259,8 @@ def runs_settings(
     """Prints a run's settings as a run.toml. Example: fleetdistill runs settings digits > digits.toml"""
     with open_source(store, server, identity) as source:
         view = source.settings(run)
+    if waiting := view.facts["not_in_use"]:
+        typer.echo(f"# The engine reads these when it starts again: {waiting}")
     typer.echo(tomli_w.dumps(_without_none(view.facts["settings"])), nl=False)
 
 

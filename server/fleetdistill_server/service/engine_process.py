@@ -22,7 +22,7 @@ from fleetdistill_server.config.server_config import OF_A_RUN, ServerConfig
 from fleetdistill_server.event_kinds import ENGINE_FAILED, ENGINE_RESTARTED, PROCESS_HANGS
 from fleetdistill_server.logs import about
 from fleetdistill_server.service.child import Child
-from fleetdistill_server.service.engine_files import engine_directory
+from fleetdistill_server.service.engine_files import CONFIG_FILE, engine_directory
 from fleetdistill_server.service.heartbeat import START_SECONDS, HeartbeatMonitor, clear_heartbeat
 from fleetdistill_server.service.process_state import ENGINE, ProcessState
 from fleetdistill_server.service.processes import (
@@ -66,7 +66,6 @@ _MAX_START_SECONDS = 300.0
 """Seconds until an engine's first heartbeat is required; importing torch may take minutes."""
 _GRACE_SECONDS = 10.0
 """Seconds for which an engine may still exit by itself after its run has finished."""
-_CONFIG_FILE = "run.toml"
 
 
 class Restarts:
@@ -252,7 +251,7 @@ class EngineProcess:
         merged = {**setup, "server": server, "limits": self._config.limits.model_dump()}
         with disk_errors(f"writing {self._directory}"):
             self._directory.mkdir(parents=True, exist_ok=True)
-            write_private(self._directory / _CONFIG_FILE, tomli_w.dumps(merged).encode())
+            write_private(self._directory / CONFIG_FILE, tomli_w.dumps(merged).encode())
         return merged
 
     def _start(self, processes: int) -> Child:
@@ -268,7 +267,7 @@ class EngineProcess:
 
     def _arguments(self) -> list[str]:
         waits = ["--waits"] if self._waits_for else []
-        return [str(self._directory / _CONFIG_FILE), "--token", self.token, *waits, *self._options]
+        return [str(self._directory / CONFIG_FILE), "--token", self.token, *waits, *self._options]
 
     def _start_again(self) -> None:
         """Starts a new process with a token of its own, in case something of the old one is left."""

@@ -100,10 +100,10 @@ def changed_settings(store: Store, config: RunConfig) -> dict[str, tuple[Any, An
         changes = changes_between(run.config, config.fixed_part())
     else:
         changes = changes_between(setup, config.setup())
-    return {key: both for key, both in changes.items() if _is_of_a_run(key)}
+    return {key: both for key, both in changes.items() if is_of_a_run(key)}
 
 
-def _is_of_a_run(setting: str) -> bool:
+def is_of_a_run(setting: str) -> bool:
     """Returns whether a setting, such as `server.listen`, is one of a run and not of its server."""
     section, _, name = setting.partition(".")
     return section != "limits" and (section != "server" or name in OF_A_RUN)

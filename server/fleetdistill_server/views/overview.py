@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 
+from fleetdistill_server.config.run_changes import changes_between, describe_changes
 from fleetdistill_server.config.server_config import OF_A_RUN
+from fleetdistill_server.service.engine_files import engine_settings
+from fleetdistill_server.service.registration import is_of_a_run
 from fleetdistill_server.service.served import NOT_SERVED, Served
 from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.run_figures import round_figures
@@ -95,7 +99,16 @@ def events(store: Store, run: str, *, before: int | None, kind: str, device: str
     return View({"events": rows}, {"more": len(events) > most, "kinds": kinds})
 
 
-def settings(store: Store, run: str) -> View:
+def not_in_use(store: Store, directory: Path, run: str) -> str:
+    """Returns in words the changes of a run's settings that its engine reads only when it starts again."""
+    used = engine_settings(directory, run) if store.runs.existing(run).engine is not None else None
+    if used is None:
+        return ""
+    changes = changes_between(used, store.run_control.setup(run) or {})
+    return describe_changes({name: both for name, both in changes.items() if is_of_a_run(name)})
+
+
+def settings(store: Store, directory: Path, run: str) -> View:
     """Returns a run's settings by section, what its contract requires of devices, and its method's figures."""
     shown = store.runs.existing(run)
     contract = contract_of(shown)
@@ -108,4 +121,6 @@ def settings(store: Store, run: str) -> View:
     whole = {section: values for section, values in (store.run_control.setup(run) or {}).items() if section != "limits"}
     if "server" in whole:
         whole["server"] = {name: whole["server"][name] for name in OF_A_RUN}
-    return View({}, {"run": run, "settings": {**shown.config, **whole}, "contract": needs, "figures": figures})
+    waiting = not_in_use(store, directory, run)
+    facts = {"settings": {**shown.config, **whole}, "not_in_use": waiting, "contract": needs, "figures": figures}
+    return View({}, {"run": run, **facts})

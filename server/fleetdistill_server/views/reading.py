@@ -88,6 +88,12 @@ def _devices(store: Store, directory: Path, query: Query) -> View:
     return result
 
 
+def _run(store: Store, directory: Path, query: Query) -> View:
+    view = runs.run(store, query.run, served(directory, store), present=may_be_present(directory, store))
+    view.facts["settings_not_in_use"] = overview.not_in_use(store, directory, query.run)
+    return view
+
+
 def _events(store: Store, directory: Path, query: Query) -> View:
     wanted = {"kind": query.kind, "device": query.device, "text": query.text, "most": query.most}
     return overview.events(store, query.run, before=query.before, **wanted)  # type: ignore[arg-type]
@@ -112,9 +118,7 @@ VIEWS: Mapping[str, ViewReader] = {
     "runs": lambda store, directory, query: runs.runs(
         store, served(directory, store), present=may_be_present(directory, store)
     ),
-    "run": lambda store, directory, query: runs.run(
-        store, query.run, served(directory, store), present=may_be_present(directory, store)
-    ),
+    "run": _run,
     "devices": _devices,
     "overview": lambda store, directory, query: overview.overview(
         store, served(directory, store), present=may_be_present(directory, store)
@@ -130,6 +134,6 @@ VIEWS: Mapping[str, ViewReader] = {
     ),
     "classes": lambda store, directory, query: fleet.classes(store, query.run),
     "round": lambda store, directory, query: fleet.round_progress(store, query.run, query.round),
-    "settings": lambda store, directory, query: overview.settings(store, query.run),
+    "settings": lambda store, directory, query: overview.settings(store, directory, query.run),
 }
 """Functions that read the views, by name."""
