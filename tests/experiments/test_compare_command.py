@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.outside import EXAMPLES, fresh_process
 from typer.testing import CliRunner
@@ -96,6 +97,15 @@ def test_methods_of_own_modules_are_compared(how: str, tmp_path: Path, monkeypat
         unknown = call(tmp_path / "out", "--import", "no_such_module", "--method", "proximal")
     assert "mu must be >= 0" in said.stderr
     assert "no_such_module" in unknown.stderr
+
+
+def test_relative_paths_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("own.npz", inputs=np.zeros((100, 1, 8, 8), np.float32), labels=np.arange(100) % 2)
+    Path("phones.csv").write_text("device,start,end\na,0,1e6\n")
+    paths = ("simulation.dataset=own.npz", "fleet.traces=phones.csv", "simulation.data_dir=.")
+    words = [word for text in paths for word in ("--set", text)]
+    assert call(Path("out"), "--method", "no_transfer", "--seeds", "0", *words).exit_code == 0
 
 
 @pytest.mark.long

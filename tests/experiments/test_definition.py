@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.long import long_except
 
@@ -129,6 +130,31 @@ def test_methods_of_own_modules_are_known(tmp_path: Path, monkeypatch: pytest.Mo
     text = text.replace("[methods.fedprox]\nsettings = { mu = 0.5 }", "[methods.own_of_experiments]")
     text = text.replace('order = ["fedprox", "FedAvg"]', 'order = ["own_of_experiments", "FedAvg"]')
     read_experiment(write(tmp_path, text), "").check_names()
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    """Also those of a grid point and of one method; a name is no path."""
+    for name in ("all.npz", "half.npz"):
+        np.savez(tmp_path / name, inputs=np.zeros((20, 1, 8, 8), np.float32), labels=np.arange(20) % 2)
+    (tmp_path / "phones.csv").write_text("device,start,end\na,0,100\n")
+    text = TEXT.replace("devices = 3", 'devices = 3\ndataset = "all.npz"\ndata_dir = "sets"')
+    text = text.replace("[grid]", '[fleet]\ntraces = "phones.csv"\n[grid]')
+    text = text.replace("{ rounds = 4", '{ dataset = "half.npz", rounds = 4').replace(
+        "{ dev", '{ dataset = "digits", dev'
+    )
+    text = text.replace("{ rounds = 1 }", '{ rounds = 1, dataset = "all.npz" }')
+    cells = read_experiment(write(tmp_path, text)).cells()
+    found = {(cell.label, cell.sections["simulation"]["dataset"]) for cell in cells if cell.label != "fedprox"}
+    own, other = str(tmp_path / "all.npz"), str(tmp_path / "half.npz")
+    assert found == {("FedAvg", other), ("FedAvg", "digits"), ("one exchange", own)}
+    assert {cell.sections["fleet"]["traces"] for cell in cells} == {str(tmp_path / "phones.csv")}
+    assert {cell.sections["simulation"]["data_dir"] for cell in cells} == {str(tmp_path / "sets")}
+
+
+def test_missing_file_is_named_with_its_grid_point(tmp_path: Path) -> None:
+    text = TEXT.replace("{ rounds = 4", '{ dataset = "none.npz", rounds = 4')
+    with pytest.raises(ConfigurationError, match=r"FedAvg, alpha 0\.1, all: there is no file .*/none\.npz"):
+        read_experiment(write(tmp_path, text))
 
 
 def test_scale_replaces_parts_of_the_file(tmp_path: Path) -> None:

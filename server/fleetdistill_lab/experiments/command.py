@@ -84,7 +84,7 @@ def _sections(
     config: Path | None, texts: Sequence[str], methods: Sequence[str]
 ) -> tuple[dict[str, dict[str, Any]], Sections]:
     """Returns the settings of a file and of `--set`: by section, and those of single methods by method."""
-    from fleetdistill_lab.simulation.options import read_settings
+    from fleetdistill_lab.simulation.options import read_values
 
     known = (*methods, "simulation", "partition", "fleet", "method")
     for text in texts:
@@ -92,9 +92,9 @@ def _sections(
         if "." in text and section not in known:
             raise ConfigurationError(f"--set {unknown_name('section', section, known)}")
     of_one = {name: [text for text in texts if text.partition(".")[0].strip() == name] for name in methods}
-    shared = read_settings(config, [text for text in texts if not any(text in of for of in of_one.values())])
+    shared = read_values(config, [text for text in texts if not any(text in of for of in of_one.values())])
     own = {
-        name: read_settings(None, [f"method.{text.partition('.')[2]}" for text in of])["method"]
+        name: read_values(None, [f"method.{text.partition('.')[2]}" for text in of])["method"]
         for name, of in of_one.items()
         if of
     }

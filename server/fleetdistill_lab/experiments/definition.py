@@ -13,14 +13,14 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.methods import config_class
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.names import unknown_name
 from fleetdistill_lab.experiments.metrics import METRICS, Target
 from fleetdistill_lab.simulation.checks import check_settings
 from fleetdistill_lab.simulation.folder import FREE_TO_CHANGE, settings_as_json
-from fleetdistill_lab.simulation.options import check_section, merge_settings
+from fleetdistill_lab.simulation.options import absolute_paths, check_section, merge_settings
 from fleetdistill_lab.simulation.spec.plan import DIGITS_MODELS, RESNET_MODELS, models_in_words
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.section import read_toml
@@ -156,7 +156,7 @@ class Cell:
         label: Label of the method.
         point: Name of the grid point, such as `alpha 0.1`; empty without a grid.
         simulation: The run; its `out` is not set.
-        sections: The same settings as a file for `fleetdistill simulate` has them.
+        sections: The same settings as a file for `fleetdistill simulate` has them, with absolute paths.
         tried: The tried value of a tuned setting; empty otherwise.
         run: Name of the run, made of the method and a digest of all settings that decide the results. Cells with the
             same settings share a run, such as those of a control that lacks the grid's setting.
@@ -192,6 +192,7 @@ class Experiment:
         claims: What the source says of the methods' order.
         printed: Values that the source prints, by metric, label and grid point.
         printed_elsewhere: Those of the source's grid points that the scale does not have.
+        folder: What paths of the settings are relative to: the folder of the file.
     """
 
     name: str
@@ -210,6 +211,7 @@ class Experiment:
     claims: Sequence[Claim] = ()
     printed: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     printed_elsewhere: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    folder: Path = Path()
 
     @property
     def points(self) -> dict[str, dict[str, Any]]:
@@ -295,13 +297,14 @@ class Experiment:
         }
         for name, values in sections.items():
             merged = {**values, **_of_section(changes, name)}
-            sections[name] = {key: value for key, value in merged.items() if value is not None}
+            given = {key: value for key, value in merged.items() if value is not None}
+            sections[name] = absolute_paths(name, given, self.folder)
         sections = {name: values for name, values in sections.items() if values}
         try:
-            checked = {name: check_section("", name, values, Path()) for name, values in sections.items()}
+            checked = {name: check_section("", name, values) for name, values in sections.items()}
             simulation = merge_settings(Simulation(method=method), checked)
             check_settings(simulation)
-        except ConfigurationError as error:
+        except (ConfigurationError, DataError) as error:
             raise ConfigurationError(f"{join_names(label, point)}: {error}") from error
         return Cell(label, point, simulation, sections, f"{method}-{_digest(simulation)}")
 
@@ -505,6 +508,7 @@ def _make(file: Path, contents: Mapping[str, Any], scale: str) -> Experiment:
         methods=read.methods,
         claims=read.claims,
         printed=read.printed,
+        folder=file.parent,
     )
 
 

@@ -53,6 +53,8 @@ _SECTIONS = {"simulation": Simulation, "fleet": FleetBehaviour}
 """Sections with the fields of a class."""
 _CHECKED_LATER = {"method": "settings", "partition": "partition_settings"}
 """Sections with the settings of what a field names, and the fields of `Simulation` that have them."""
+_PATHS = {"simulation": ("dataset", "data_dir", "extractor_weights"), "fleet": ("traces",)}
+"""Settings that are paths; a data set, or an extractor's weights, may also be a name."""
 _NO_LIST = ("tuple_type", "sequence_str", "is_instance_of")
 """pydantic's errors for a value that is not a list."""
 _OTHER_SECTIONS = (*_CHECKED_LATER.values(), "behaviour")
@@ -96,22 +98,54 @@ def read_settings(file: Path | None, texts: Sequence[str]) -> dict[str, dict[str
         texts: Settings as `section.key=value` with a TOML value; an unquoted word is a string.
 
     Returns:
-        Settings by section. A path of `dataset` or `traces` in the file is relative to the file.
+        Settings by section, with the types of their fields. Paths in the file are relative to the file.
 
     Raises:
         ConfigurationError: The file cannot be read, or a section or a setting is unknown or has another type.
         DataError: A file of traces cannot be read.
     """
     sections: dict[str, dict[str, Any]] = {}
+    for where, section, values in _given(file, texts):
+        sections.setdefault(section, {}).update(check_section(where, section, values))
+    return sections
+
+
+def read_values(file: Path | None, texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """As `read_settings`, with the checked values as a TOML file has them and absolute paths."""
+    sections: dict[str, dict[str, Any]] = {}
+    for where, section, values in _given(file, texts):
+        check_section(where, section, values)
+        sections.setdefault(section, {}).update(values)
+    return sections
+
+
+def _given(file: Path | None, texts: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yields where each setting is, its section, and the values with absolute paths."""
     if file is not None:
         for section, values in read_toml(file).items():
             if not isinstance(values, dict):
                 raise ConfigurationError(f"{file}: {section} is outside a section; put it below [simulation]")
-            sections[section] = check_section(f"{file}: ", section, values, file.parent)
+            yield f"{file}: ", section, absolute_paths(section, values, file.parent)
     for text in texts:
         section, key, value = _parse(text)
-        sections.setdefault(section, {}).update(check_section("--set ", section, {key: value}, Path()))
-    return sections
+        yield "--set ", section, absolute_paths(section, {key: value}, Path())
+
+
+def absolute_paths(section: str, values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns the settings of a section, with those that are relative paths made absolute.
+
+    Args:
+        section: Name of the section.
+        values: Its settings.
+        folder: What the paths are relative to.
+    """
+    result = dict(values)
+    for key in _PATHS.get(section, ()):
+        if isinstance(value := values.get(key), str):
+            path = folder.absolute() / Path(value).expanduser()
+            is_name = {"dataset": path.suffix != ".npz", "extractor_weights": not path.is_file()}.get(key, False)
+            result[key] = value if is_name else str(path)
+    return result
 
 
 def _parse(text: str) -> tuple[str, str, Any]:
@@ -127,7 +161,7 @@ def _parse(text: str) -> tuple[str, str, Any]:
         return section, key, value
 
 
-def check_section(where: str, section: str, values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def check_section(where: str, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a section with the types of its class; a method's or partition's are checked later."""
     if section in _CHECKED_LATER:
         return dict(values)
@@ -142,9 +176,9 @@ def check_section(where: str, section: str, values: Mapping[str, Any], folder: P
         if key not in types:
             raise ConfigurationError(f"{where}[{section}] {unknown_name('setting', key, types)}")
         if key == "traces":
-            checked[key] = read_traces(folder / str(value))
+            checked[key] = read_traces(str(value))
         elif key == "dataset":
-            checked[key] = str(folder / value) if str(value).endswith(".npz") else str(value)
+            checked[key] = str(value)
         else:
             kind = get_type_hints(type("Field", (), {"__annotations__": {key: types[key]}}), module)[key]
             checked[key] = _typed(f"{where}[{section}] {key}", value, kind)
