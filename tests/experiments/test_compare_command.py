@@ -116,36 +116,52 @@ def test_other_settings_are_other_runs(tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
-def test_differing_defaults_are_said_once(tmp_path: Path) -> None:
-    """Both runs fail at once, since the data set is missing."""
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Words of a comparison whose runs fail at once, since the data set is missing; nothing checks it before."""
+    monkeypatch.setattr("fleetdistill_lab.experiments.runner.check_cells", lambda *_: None)
     (tmp_path / "data").mkdir()
-    said = call(
-        tmp_path / "out",
-        *("--method", "feddkc", "--method", "no_transfer", "--seeds", "0", "--data-dir", str(tmp_path / "data")),
-        *("--set", "simulation.dataset=femnist-digits"),
-    )
+    return ["--seeds", "0", "--data-dir", str(tmp_path / "data"), "--set", "simulation.dataset=femnist-digits"]
+
+
+def test_differing_defaults_are_said_once(tmp_path: Path, failing: list[str]) -> None:
+    said = call(tmp_path / "out", "--method", "feddkc", "--method", "no_transfer", *failing)
     assert said.stderr.count("Devices' networks differ") == 0, "both have the default networks in turn"
     assert said.stderr.count("Defaults differ between methods: learning_rate is 0.01 with feddkc, 0.02 with") == 1
 
 
-def test_differing_networks_are_said_once(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    said = call(
-        tmp_path / "out",
-        *("--method", "fedavg", "--method", "no_transfer", "--seeds", "0", "--data-dir", str(tmp_path / "data")),
-        *("--set", "simulation.dataset=femnist-digits"),
-    )
+def test_differing_networks_are_said_once(tmp_path: Path, failing: list[str]) -> None:
+    said = call(tmp_path / "out", "--method", "fedavg", "--method", "no_transfer", *failing)
     assert said.stderr.count("Devices' networks differ between methods: fedavg: only the largest of the default") == 1
     assert """--set 'simulation.models=["resnet12"]'""" in said.stderr
 
 
-def test_failed_run_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    said = call(
-        tmp_path / "out",
-        *("--method", "fedavg", "--seeds", "0", "--set", "simulation.dataset=femnist-digits"),
-        *("--data-dir", str(tmp_path / "data")),
-    )
+def test_failed_run_is_an_error(tmp_path: Path, failing: list[str]) -> None:
+    said = call(tmp_path / "out", "--method", "fedavg", *failing)
     assert said.exit_code == 1
     assert said.stderr.startswith("1 run; a line follows when one ends\n")
     assert "error: 1 run failed; the same command tries again. First: fedavg, seed 0: femnist-digits" in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("dataset=femnist-digits", "femnist-digits: "),
+        (
+            'models=["resnet99"]',
+            "device model 'resnet99' with inputs of shape [1, 8, 8]: unknown device model 'resnet99'",
+        ),
+        (
+            "devices=50",
+            "cannot give every device 10 or more rows: 50 devices need 500 rows, there are 60; use fewer devices",
+        ),
+    ],
+)
+def test_what_every_run_would_refuse_is_an_error_before(setting: str, sentence: str, tmp_path: Path) -> None:
+    """Not one failed run after the other; the methods' defaults are not compared either."""
+    (tmp_path / "data").mkdir()
+    words = ("--method", "fedavg", "--data-dir", str(tmp_path / "data"), "--set", f"simulation.{setting}")
+    said = call(tmp_path / "out", *words)
+    assert said.exit_code == 1
+    assert said.stderr.startswith(f"error: nothing was run: fedavg, seed 0: {sentence}"), said.stderr
+    assert not (tmp_path / "out").exists()

@@ -407,6 +407,7 @@ def test_ctrl_c_ends_with_a_sentence_and_continues(tmp_path: Path) -> None:
 def test_failed_run_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its data set is missing; the other run is not concerned."""
     monkeypatch.delenv("FLEETDISTILL_DATA", raising=False)
+    monkeypatch.setattr("fleetdistill_lab.experiments.runner.check_cells", lambda *_: None)
     (tmp_path / "data").mkdir()
     bad = MethodEntry(method="fedavg", simulation={"dataset": "femnist-digits", "data_dir": str(tmp_path / "data")})
     two = experiment(seeds=[0], methods={"good": MethodEntry(method="fedavg"), "bad": bad})
@@ -442,6 +443,15 @@ def test_two_calls_do_not_run_in_one_folder(done) -> None:
         with pytest.raises(DataError, match="the experiment is running in"):
             run_experiment(experiment(), folder)
         process.communicate("")
+
+
+def test_each_grid_point_is_checked_before_the_first_run(tmp_path: Path) -> None:
+    """The last one cannot be partitioned; a finished experiment needs no check."""
+    methods, seen = {"alone": MethodEntry(method="no_transfer")}, list[Progress]()
+    one = experiment(seeds=[0], methods=methods, grid={"devices": {"2": {}, "9": {"simulation.devices": 9}}})
+    with pytest.raises(ConfigurationError, match=r"nothing was run: alone, 9, seed 0: .* 9 devices need 90 rows"):
+        run_experiment(one, tmp_path, on_progress=seen.append)
+    assert not seen
 
 
 def test_results_of_another_schema_version_are_refused(tmp_path: Path) -> None:
@@ -600,8 +610,9 @@ def test_report_follows_an_edited_file(done, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_progress_of_the_tuning_says_that_the_grid_follows(tmp_path: Path) -> None:
-    """All runs fail at once, since the data set is missing."""
+def test_progress_of_the_tuning_says_that_the_grid_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs fail at once, since the data set is missing; nothing checks it before."""
+    monkeypatch.setattr("fleetdistill_lab.experiments.runner.check_cells", lambda *_: None)
     (tmp_path / "data").mkdir()
     file = tmp_path / "tuned.toml"
     file.write_text(

@@ -22,14 +22,19 @@ import tomli_w
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.state.file_lock import lock_file
-from fleetdistill_lab.experiments.definition import Cell, Experiment
+from fleetdistill_lab.experiments.definition import Cell, Experiment, join_names
 from fleetdistill_lab.experiments.process import SETTINGS, round_seconds
 from fleetdistill_lab.experiments.results import Results, open_results
+from fleetdistill_lab.simulation.checks import check_plan
+from fleetdistill_lab.simulation.data.datasets import Dataset
+from fleetdistill_lab.simulation.fleet import load_data
 from fleetdistill_server.texts import counted
 
-__all__ = ["Progress", "Times", "follow_edits", "run_experiment"]
+__all__ = ["Progress", "Times", "check_cells", "follow_edits", "run_experiment"]
 
 _LOG = "errors.log"
+_OF_DATA = ("dataset", "client_column", "data_dir", "train_limit", "test_limit", "image_size", "seed")
+"""Settings that decide which rows are loaded."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,8 @@ def run_experiment(
         All cells.
 
     Raises:
-        ConfigurationError: A setting is out of range; nothing has been run then.
+        ConfigurationError: A setting is out of range, or a run's data, partition and models do not fit each other;
+            nothing has been run then.
         DataError: The experiment is running in `out` already.
         KeyboardInterrupt: Ctrl-C was pressed; the same call continues.
     """
@@ -132,6 +138,11 @@ def run_experiment(
         raise ConfigurationError(f"workers is {workers}, must be at least 1")
     tried = experiment.tuning_cells()
     cells = experiment.cells()
+    done = set[str]()
+    if not overwrite and (out / "results.sqlite").exists():
+        with open_results(out) as earlier:
+            done = earlier.finished()
+    check_cells([cell for cell in (*(cell for _, cell in tried), *cells) if cell.run not in done], data_dir)
     with _lock(out) as lock, closing(Results(out)) as results:
         run = _Run(experiment, results, workers, overwrite, data_dir, lock.fileno(), on_progress)
         try:
@@ -146,6 +157,30 @@ def run_experiment(
         finally:
             results.save_parquet()
     return cells
+
+
+def check_cells(cells: Sequence[Cell], data_dir: Path | None) -> None:
+    """Checks data, partition and models of the first run of each method and grid point, as the run itself will.
+
+    Args:
+        cells: Cells that are to run.
+        data_dir: Folder of the data sets; None for that of the file or the environment.
+
+    Raises:
+        ConfigurationError: A run would fail.
+    """
+    first = {(cell.point, cell.label, bool(cell.tried)): cell for cell in reversed(cells)}
+    loaded: dict[tuple[object, ...], Dataset] = {}
+    for cell in reversed(first.values()):
+        given = cell.simulation
+        wanted = replace(given, data_dir=given.data_dir or data_dir)
+        key = tuple(getattr(wanted, name) for name in _OF_DATA)
+        try:
+            loaded = loaded if key in loaded else {key: load_data(wanted)}
+            check_plan(wanted, loaded[key])
+        except (ConfigurationError, DataError) as error:
+            where = join_names(cell.label, cell.point, f"seed {wanted.seed}")
+            raise ConfigurationError(f"nothing was run: {where}: {error}") from error
 
 
 def _lock(out: Path) -> IO[Any]:

@@ -251,7 +251,7 @@ def _check_device_model(wanted: Simulation, data: Dataset, model: str, initial: 
     shape = list(rows_bx.shape[1:])
     try:
         check_local_model(start_model(spec, initial, tuple(shape)), rows_bx, len(data.classes))
-    except ModelError as error:
+    except (ConfigurationError, ModelError) as error:
         raise ConfigurationError(f"device model {model!r} with inputs of shape {shape}: {error}") from error
     except FleetDistillError:
         raise

@@ -113,7 +113,7 @@ def simulate(
         check_settings(wanted)
         load_matplotlib()  # without it, the report could not be written
         check_folder(wanted, if_there)
-        data = _load(wanted)
+        data = load_data(wanted)
         check_plan(wanted, data)
         with open_folder(wanted, if_there) as work, track(_follow(wanted, work, tracking), tracking):
             begun, has_rounds = True, if_there == "resume"
@@ -146,7 +146,7 @@ def precompute(wanted: Simulation, file: str | Path) -> Simulation:
         ConfigurationError: The extractor cannot be built or does not fit the data.
         DataError: The data cannot be read.
     """
-    data = _load(wanted)
+    data = load_data(wanted)
     method = build_method(make_run_config(wanted, data, wanted.out))
     extractor = method.context.extractor().to(method.context.torch_device)
     features = replace(
@@ -184,7 +184,13 @@ def _follow(wanted: Simulation, work: Path, tracking: Tracking) -> Followed:
     )
 
 
-def _load(wanted: Simulation) -> Dataset:
+def load_data(wanted: Simulation) -> Dataset:
+    """Loads the data set of a simulation, with its limits.
+
+    Raises:
+        ConfigurationError: A limit is out of range.
+        DataError: The data set is missing, damaged or cannot be downloaded.
+    """
     limit, size, seed = wanted.train_limit, wanted.image_size, wanted.seed
     if isinstance(wanted.dataset, Dataset):
         data = limit_rows(wanted.dataset, limit, size, seed)

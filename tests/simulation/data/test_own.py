@@ -162,7 +162,9 @@ def test_unusable_simulation_settings_are_refused_before_begin(tmp_path: Path) -
         r"\[model\] extractor: shape \(6,\) must be channels, height, width": {"extractor": ""},
         r"\[model\] server: .*'own_model' has no function 'absent'": {"server_model": "own_model:absent"},
         r"'own_model:server_model' is called with input_shape, but": {"extractor": "own_model:server_model"},
-        r"shape \(6,\) must be channels, height, width": {"models": ("digits_linear",)},
+        r"device model 'digits_linear' with inputs of shape \[6\]: shape \(6,\) must be channels, height, width": {
+            "models": ("digits_linear",)
+        },
         r"image_size is 4, but samples of own-data have shape \[6\]": {"image_size": 4},
     }
     for sentence, changes in wrong.items():

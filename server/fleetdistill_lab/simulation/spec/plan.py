@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.methods.classstats_secure.config import CERTIFICATES, SumSettings
 from fleetdistill.models import PREDICTORS, build_model, path_of
@@ -286,7 +287,10 @@ def largest_model(wanted: Simulation, data: Dataset) -> str:
 @functools.cache
 def _parameters(model: str, input_shape: tuple[int, ...], classes: int) -> int:
     """Builds a model and returns its number of parameters; cached."""
-    return parameter_count(build_model(model, input_shape=input_shape, classes=classes))
+    try:
+        return parameter_count(build_model(model, input_shape=input_shape, classes=classes))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"device model {model!r} with inputs of shape {list(input_shape)}: {error}") from error
 
 
 def device_models(wanted: Simulation, data: Dataset) -> tuple[str, ...]:
