@@ -108,6 +108,18 @@ def test_relative_paths_are_those_of_the_command(tmp_path: Path, monkeypatch: py
     assert call(Path("out"), "--method", "no_transfer", "--seeds", "0", *words).exit_code == 0
 
 
+def test_comparison_counts_clients_without_a_device(tmp_path: Path) -> None:
+    """Two devices for three clients of 40 rows."""
+    rows, labels = np.zeros((120, 1, 8, 8), np.float32), np.arange(120) % 2
+    tests, clients = {"test_inputs": rows[:20], "test_labels": labels[:20]}, np.repeat([1, 2, 5], 40)
+    np.savez(tmp_path / "own.npz", train_inputs=rows, train_labels=labels, train_clients=clients, **tests)  # type: ignore[arg-type]
+    settings = (f"dataset={tmp_path}/own.npz", "partition=by_client", "train_limit=120")
+    words = [word for text in settings for word in ("--set", f"simulation.{text}")]
+    said = call(tmp_path / "out", "--method", "no_transfer", "--seeds", "0-1", *words)
+    assert said.exit_code == 0, said.output
+    assert said.stdout.count("1 of 3 clients with 40 rows have no device; leave out devices") == 1
+
+
 @pytest.mark.long
 def test_other_settings_are_other_runs(tmp_path: Path) -> None:
     assert call(tmp_path, "--method", "fedavg", "--seeds", "0").exit_code == 0

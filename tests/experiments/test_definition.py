@@ -219,7 +219,7 @@ def test_method_without_the_setting_is_not_tuned(tmp_path: Path) -> None:
     [
         ('seeds = "0-1"', 'seeds = "1-0"', "seeds is '1-0'"),
         ("devices = 3", "device = 3", "unknown setting 'device'"),
-        ("devices = 3", "devices = 0", "devices is 0"),
+        ("devices = 3", "devices = -1", "devices is -1"),
         ("local_epochs = 1", "local_epoch = 1", "method.local_epoch: none of"),
         ("local_epochs = 1", "local_epochs = -1", "local_epochs"),
         ('method = "fedavg"', 'method = "gossip"', "unknown method 'gossip'"),

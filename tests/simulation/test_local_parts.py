@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from support.fleets import RUNS, SMALL
 from support.long import long_except
+from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill_lab.simulation.checks import check_settings
@@ -24,6 +26,7 @@ from fleetdistill_lab.simulation.spec.arrays import load_arrays
 from fleetdistill_lab.simulation.spec.plan import RUN
 from fleetdistill_lab.simulation.spec.score_log import ALONE, GLOBAL, read_scores
 from fleetdistill_lab.simulation.spec.settings import Simulation
+from fleetdistill_server.cli.app import app
 from fleetdistill_server.store.store import Store
 
 KINDS = ("fedavg", "feddkc", "feddkd", "feddkd with batch-norm on devices", "classstats", "cdkt", "fedd2s", "fedbn")
@@ -169,10 +172,36 @@ def test_a_device_without_test_rows_is_left_out_and_counted(tmp_path: Path) -> N
     assert report.devices[2].accuracy_fleet is not None
     own = [device.own_accuracy_fleet for device in report.devices[:2]]
     assert report.mean_own_accuracy_fleet == pytest.approx(np.mean(own))  # type: ignore[arg-type]
+    assert report.partition_parameters == {"devices": 3, "seed": 0}
     without = replace(data, test_clients=None)
     with pytest.raises(DataError, match="local_client needs a data set with train_clients and test_clients"):
         simulate(replace(wanted, dataset=without, test_part="local_client", out=tmp_path / "other"))
     assert not (tmp_path / "other").exists()
+
+
+def by_client(folder: Path, *words: str) -> str:
+    """Simulates a data set with four clients of 30 rows; returns what is printed."""
+    rows, clients = np.zeros((120, 1, 8, 8), np.float32), np.repeat([3, 5, 8, 9], 30)
+    labels = np.arange(120) % 2
+    parts: dict[str, Any] = {"test_inputs": rows[:20], "test_labels": labels[:20], "train_clients": clients}
+    np.savez(folder / "own.npz", train_inputs=rows, train_labels=labels, **parts)
+    fixed = ["--dataset", str(folder / "own.npz"), "--method", "no_transfer", "--rounds", "1", "--no-controls"]
+    partition = ["--set", "simulation.partition=by_client", "--out", str(folder / "out")]
+    told = CliRunner().invoke(app, ["simulate", *fixed, *partition, *words])
+    return told.stdout if told.exit_code == 0 else told.stderr
+
+
+def test_each_client_is_a_device_by_default(tmp_path: Path) -> None:
+    assert "by_client, seed 0\n" in by_client(tmp_path, "--set", "simulation.devices_per_round=4")
+    assert len(json.loads((tmp_path / "out/report.json").read_text())["devices"]) == 4
+    assert "devices_per_round is 5, must be 0" in by_client(
+        tmp_path, "--overwrite", "--set", "simulation.devices_per_round=5"
+    )
+
+
+def test_clients_without_a_device_are_counted(tmp_path: Path) -> None:
+    said = by_client(tmp_path, "--devices", "3")
+    assert "by_client, seed 0; 1 of 4 clients with 30 rows have no device\n" in said
 
 
 @pytest.mark.parametrize(

@@ -200,14 +200,14 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     from fleetdistill_lab.simulation.report.comparison import devices_lines
 
     with open_results(out) as results:
-        rows = results.models("")
+        rows, devices, left_out = results.models(""), results.devices(""), results.clients_left_out()
     lines = lines_of(rows)
     first = experiment.cells()[0].simulation
     rounds = "rounds by method" if first.rounds is None else counted(first.rounds, "round")
     own = {name: entry.settings for name, entry in experiment.methods.items() if entry.settings}
     title = "; ".join(
         [
-            f"{getattr(first.dataset, 'name', first.dataset)}, {counted(first.devices, 'device')}, {first.partition}, "
+            f"{getattr(first.dataset, 'name', first.dataset)}, {counted(devices, 'device')}, {first.partition}, "
             f"alpha {first.alpha:g}, {rounds}, seeds {', '.join(map(str, experiment.seeds))}",
             *(f"{name} with {', '.join(f'{key} = {value}' for key, value in of.items())}" for name, of in own.items()),
         ]
@@ -217,7 +217,7 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     missing = missing_controls(list(experiment.methods))
     facts = {
         "partition": first.partition,
-        "devices": first.devices,
+        "devices": devices,
         "seeds": list(experiment.seeds),
         "controls_missing": missing,
     }
@@ -225,7 +225,8 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     said = [
         "Accuracy in %, mean ± standard deviation over seeds; differences and p values are of that on all classes "
         "(paired t test, adjusted by Holm's method).",
-        *devices_lines(lines, first.devices),
+        *devices_lines(lines, devices),
+        *left_out,
         *(f"A control is missing: {CONTROLS[name]}; add --method {name}." for name in missing),
         f"{out}/: compare.csv, compare.png, results.sqlite, parquet/, and runs/ with a folder for each run",
     ]

@@ -302,7 +302,7 @@ class Experiment:
         sections = {name: values for name, values in sections.items() if values}
         try:
             checked = {name: check_section("", name, values) for name, values in sections.items()}
-            simulation = merge_settings(Simulation(method=method), checked)
+            simulation = merge_settings(None, checked)
             check_settings(simulation)
         except (ConfigurationError, DataError) as error:
             raise ConfigurationError(f"{join_names(label, point)}: {error}") from error

@@ -166,6 +166,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
 def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, int]) -> list[str]:
     methods = [entry.method or label for label, entry in experiment.methods.items()]
     result = [f"A control is missing: {CONTROLS[name]}." for name in missing_controls(methods)]
+    result += results.clients_left_out()
     result += _power_lines(experiment, results)
     result += _edge_lines(experiment, results)
     if by_status.get("not run"):

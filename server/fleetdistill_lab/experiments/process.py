@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from fleetdistill.errors import FleetDistillError
@@ -40,9 +41,8 @@ def _run(folder: Path) -> None:
     from fleetdistill_lab.simulation.fleet import simulate
     from fleetdistill_lab.simulation.options import merge_settings, read_settings
     from fleetdistill_lab.simulation.progress import Progress
-    from fleetdistill_lab.simulation.spec.settings import Simulation
 
-    wanted = merge_settings(Simulation(out=folder), read_settings(folder / SETTINGS, ()))
+    wanted = replace(merge_settings(None, read_settings(folder / SETTINGS, ())), out=folder)
     began, seconds = time.monotonic(), round_seconds(folder)
     before = seconds[-1] if seconds else 0.0
 

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 from sqlite_utils import Database
 
 from fleetdistill.errors import ConfigurationError, DataError
-from fleetdistill_lab.experiments.definition import Cell, Experiment
+from fleetdistill_lab.experiments.definition import Cell, Experiment, join_names
 from fleetdistill_lab.experiments.metrics import CURVES, METRICS, Report, Target, curve_of, read_metrics
 from fleetdistill_lab.simulation.report.comparison import NAMES
+from fleetdistill_lab.simulation.report.report import left_out
 
 if TYPE_CHECKING:
     import pandas
@@ -356,6 +357,16 @@ class Results:
         text = "SELECT MAX(devices) AS devices FROM cells JOIN runs USING (run) WHERE point = ?"
         return int(next(iter(self.database.query(text, [point])))["devices"] or 0)
 
+    def clients_left_out(self) -> list[str]:
+        """Returns sentences about clients of the data set that have no device, by grid point."""
+        text = "SELECT point, partition_parameters AS given FROM cells JOIN runs USING (run) ORDER BY cells.rowid"
+        found = {
+            f"{join_names(row['point'], sentence)}; leave out devices to have one for each.": None
+            for row in self.database.query(text)
+            for sentence in left_out(json.loads(row["given"]))
+        }
+        return list(found)
+
     def table(self, name: str) -> pandas.DataFrame:
         """Returns a table that has a column `run`, with a row for each cell of a run: its label, point and seed too."""
         import pandas
@@ -394,7 +405,7 @@ def _run_row(cell: Cell, status: str, error: str, seconds: float, report: Report
         "status": status,
         "error": error,
         "seconds": seconds,
-        "devices": cell.simulation.devices,
+        "devices": len(report.get("devices", ())) or cell.simulation.devices,
         "partition": cell.simulation.partition,
         "partition_parameters": json.dumps(report.get("partition_parameters", {})),
         "settings": json.dumps(cell.sections, default=str),

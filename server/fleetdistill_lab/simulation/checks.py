@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, FleetDistillError, ModelError
@@ -33,6 +35,7 @@ from fleetdistill_lab.simulation.spec.plan import (
     device_models,
     hold_out_proxy,
     make_run_config,
+    with_devices,
 )
 from fleetdistill_lab.simulation.spec.settings import EXPORTED, SCORED, Simulation
 from fleetdistill_server.engine.contract import build_method
@@ -44,9 +47,13 @@ from fleetdistill_server.methods.base import ServerMethod
 def check_settings(wanted: Simulation) -> None:
     """Checks all settings of a simulation, the method's included.
 
+    An unknown number of devices, that of the data set's clients, is not checked; see `check_plan`.
+
     Raises:
         ConfigurationError: A setting is unknown or out of range.
     """
+    if not wanted.devices:
+        wanted = replace(wanted, devices=sys.maxsize)
     import_modules(wanted.modules, "import")
     wanted.configuration()
     if wanted.link not in ("memory", "grpc"):
@@ -169,9 +176,13 @@ def check_plan(wanted: Simulation, data: Dataset) -> None:
     """Partitions the data and builds all models in a temporary folder, as the simulation will.
 
     Raises:
-        ConfigurationError: A model cannot be built or does not fit the data, or they have too few classes for `top_k`.
+        ConfigurationError: A model cannot be built or does not fit the data, they have too few classes for `top_k`, or
+            too few clients for a setting.
         DataError: The data cannot be partitioned as requested.
     """
+    if not wanted.devices:
+        wanted = with_devices(wanted, data)
+        check_settings(wanted)
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
         _check_shape(wanted, data)

@@ -82,7 +82,7 @@ def _read(
     fields = sections["simulation"] = {**from_variables, **sections.get("simulation", {}), **from_options}
     if not controls:
         fields |= {"with_alone": False, "with_fedavg": False}
-    base = saved_simulation(fields.get("out", Simulation.out)) if resume else Simulation()
+    base = saved_simulation(fields.get("out", Simulation.out)) if resume else None
     return merge_settings(base, sections)
 
 

@@ -54,6 +54,7 @@ from fleetdistill_lab.simulation.spec.plan import (
     make_specs,
     open_store,
     proxy_per_class,
+    with_devices,
 )
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.engine.contract import build_method
@@ -117,7 +118,7 @@ def simulate(
         check_plan(wanted, data)
         with open_folder(wanted, if_there) as work, track(_follow(wanted, work, tracking), tracking):
             begun, has_rounds = True, if_there == "resume"
-            settled = replace(wanted, proxy_per_class=proxy_per_class(wanted, data))
+            settled = replace(with_devices(wanted, data), proxy_per_class=proxy_per_class(wanted, data))
             fleet = _prepare(settled, data, work)
             del data  # the devices map its images from files
             has_rounds = True

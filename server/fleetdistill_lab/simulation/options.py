@@ -194,8 +194,8 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
         raise ConfigurationError(f"{name} is {value!r}{expected or ': ' + first['msg']}") from error
 
 
-def merge_settings(base: Simulation, sections: Mapping[str, Mapping[str, Any]]) -> Simulation:
-    """Returns a simulation with the settings of sections; all others are those of `base`.
+def merge_settings(base: Simulation | None, sections: Mapping[str, Mapping[str, Any]]) -> Simulation:
+    """Returns a simulation with the settings of sections; all others are those of `base`, or without it the defaults.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -203,10 +203,11 @@ def merge_settings(base: Simulation, sections: Mapping[str, Mapping[str, Any]]) 
     fields = dict(sections.get("simulation", {}))
     for section, name in _CHECKED_LATER.items():
         if section in sections:
-            fields[name] = {**getattr(base, name), **sections[section]}
+            fields[name] = {**(getattr(base, name) if base else {}), **sections[section]}
     if "fleet" in sections:
-        fields["behaviour"] = dataclasses.replace(base.behaviour or FleetBehaviour(), **sections["fleet"])
-    return dataclasses.replace(base, **fields)
+        earlier = base.behaviour if base else None
+        fields["behaviour"] = dataclasses.replace(earlier or FleetBehaviour(), **sections["fleet"])
+    return dataclasses.replace(base, **fields) if base else Simulation(**fields)
 
 
 def not_begun(out: Path) -> str:

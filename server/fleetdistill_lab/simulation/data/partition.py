@@ -263,15 +263,17 @@ def by_client(labels: npt.ArrayLike, devices: int, clients: npt.ArrayLike | None
         ConfigurationError: There are fewer clients than devices.
         DataError: The labels are not valid, or the data set has no clients.
     """
-    y = check_clients(labels, devices)
-    if clients is None or len(own := np.asarray(clients)) != len(y):
+    if clients is None or len(own := np.asarray(clients)) != len(np.asarray(labels)):
         raise DataError("by_client needs a data set with train_clients; use femnist-digits or your own data")
+    check_clients(labels, devices)
     present = np.unique(own)
     if devices > len(present):
         text = f"devices is {devices}, but the data set has {len(present)} clients"
         raise ConfigurationError(f"{text}; use at most {len(present)} devices")
     parts = [np.flatnonzero(own == client) for client in present[:devices]]
-    return Partition("by_client", sorted_rows(parts), {"devices": devices, "seed": seed})
+    left = len(own) - sum(map(len, parts))
+    more = {"clients": len(present), "rows_left_out": left} if left else {}
+    return Partition("by_client", sorted_rows(parts), {"devices": devices, "seed": seed, **more})
 
 
 PARTITIONS: Mapping[str, Callable[..., Partition]] = {

@@ -43,7 +43,7 @@ from fleetdistill_server.store.run_figures import RoundFigures, round_figures
 from fleetdistill_server.store.states import RoundStatus, UploadStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.store.sums import EVERY
-from fleetdistill_server.texts import SUMS_UNREVIEWED
+from fleetdistill_server.texts import SUMS_UNREVIEWED, counted
 from fleetdistill_server.views.expected import expected, of_the_fleet
 from fleetdistill_server.views.runs import named
 
@@ -343,7 +343,15 @@ def _by_device(report: FleetReport) -> DeviceCurves:
 def describe_partition(report: FleetReport) -> str:
     """Returns the partition of the data over the devices, with its main parameters."""
     given = report.partition_parameters
-    return ", ".join([report.partition, *(f"{name} {given[name]}" for name in ("alpha", "seed") if name in given)])
+    text = ", ".join([report.partition, *(f"{name} {given[name]}" for name in ("alpha", "seed") if name in given)])
+    return "; ".join([text, *left_out(given)])
+
+
+def left_out(partition_parameters: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence about the clients of a data set that have no device, if there are any."""
+    rows, clients = (partition_parameters.get(name, 0) for name in ("rows_left_out", "clients"))
+    without = clients - partition_parameters["devices"] if rows else 0
+    return [f"{without} of {clients} clients with {counted(rows, 'row')} have no device"] if rows else []
 
 
 def _compare(done: Outcome, samples_jc: Ints) -> list[Candidate]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +306,13 @@ def models_in_words(wanted: Simulation) -> str:
         return wanted.model_paths[0]
     of = ", ".join(wanted.model_paths) or "the default networks"
     return f"only the largest of {of}" if _needs(wanted).same_architecture else f"{of} in turn"
+
+
+def with_devices(wanted: Simulation, data: Dataset) -> Simulation:
+    """Returns the simulation with its number of devices, which is that of the data set's clients if none is given."""
+    if wanted.devices or data.train_clients is None:
+        return wanted
+    return replace(wanted, devices=len(data.train_clients.unique()))
 
 
 def deal(wanted: Simulation, data: Dataset) -> Partition:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # torch: the command line shows its options without it
 
 Factory = Callable[..., Any]
 """Function that builds a torch module."""
+DEVICES = 5
+"""Number of devices by default, unless each client of the data set is one."""
 CONTROL_ROUNDS = 30
 """Number of rounds of the controls for a method with one exchange."""
 MAX_SCORED_ROUNDS = 10
@@ -54,7 +56,8 @@ class Simulation:
         image_size: Height and width that images are reduced to by averaging; None keeps their size.
         train_limit: Largest number of training images in the whole fleet; None for all.
         test_limit: Largest number of test images, a stratified subset; None for all.
-        devices: Number of devices.
+        devices: Number of devices, by default 5, or with the partition `by_client` one for each client of the data set.
+            0 for the default.
         models: Device model, several of which are assigned in turn: a name, or package.module:factory. By default
             five different ones that fit the data set. From Python also a top-level function of (input_shape, classes).
         extractor: Extractor of all device models, for methods that use features: a name, `package.module:factory`,
@@ -143,7 +146,7 @@ class Simulation:
     image_size: int | None = None
     train_limit: int | None = None
     test_limit: int | None = None
-    devices: int = 5
+    devices: int = 0
     models: Sequence[str | Factory] = ()
     extractor: str | Factory = ""
     extractor_weights: str = ""
@@ -193,6 +196,8 @@ class Simulation:
                 object.__setattr__(self, name, int(value))
         if not isinstance(self.dataset, str) or self.dataset.endswith(".npz"):
             object.__setattr__(self, "dataset", _as_dataset(self.dataset))
+        if not self.devices and self.partition != "by_client":
+            object.__setattr__(self, "devices", DEVICES)
         object.__setattr__(self, "out", Path(self.out))
         object.__setattr__(self, "models", tuple(path_of(model) for model in self.models))
         object.__setattr__(self, "extractor", path_of(self.extractor))
