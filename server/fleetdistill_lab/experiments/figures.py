@@ -20,6 +20,8 @@ __all__ = ["AXES", "CURVE_TITLES", "draw_boxes", "draw_curves", "draw_lines", "d
 
 COLUMN_MM, PAGE_MM = 84, 174
 _INCH_MM = 25.4
+_MIN_SPAN = 0.05
+"""Smallest part of a value that an axis of bytes spans."""
 AXES = {
     "round": "rounds",
     "kilobytes": "kB from and to a device",
@@ -95,7 +97,7 @@ def draw_lines(lines: Sequence[Line], title: str) -> Figure:
                 capsize=2,
                 **look,
             )
-        _use_log_scale(ax)
+        _show_kilobytes(ax)
         ax.set_xlabel("kB sent and received per device in the whole run")
         ax.set_ylabel("accuracy on all classes")
         show_percent(ax.yaxis)
@@ -144,7 +146,7 @@ def draw_curves(rounds: pandas.DataFrame, metric: str, x: str) -> Figure | None:
             ax.set_title(point, loc="left")
             ax.set_xlabel(AXES[x])
             if x == "kilobytes":
-                _use_log_scale(ax)
+                _show_kilobytes(ax)
             show_percent(ax.yaxis)
             _tidy(ax)
         for ax in axes[:, 0]:
@@ -156,14 +158,23 @@ def draw_curves(rounds: pandas.DataFrame, metric: str, x: str) -> Figure | None:
     return figure
 
 
-def _use_log_scale(ax: Axes) -> None:
-    """Sets a logarithmic x axis, after all lines, whose ticks are plain numbers that do not overlap."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+def _show_kilobytes(ax: Axes) -> None:
+    """Sets the x axis, after all lines: logarithmic, unless the values are less than a factor of 2 apart.
 
-    ax.set_xscale("log")
-    low, high = ax.get_xlim()
-    decades = math.log10(high / max(low, high * 1e-9))
-    ax.xaxis.set_major_locator(LogLocator(subs=(1,) if decades > 3 else (1, 3) if decades > 1 else (1, 2, 3, 5, 7)))
+    Its ticks are plain numbers that do not overlap. It spans 5 % of a value or more, since headers differ by bytes.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    low, high = ax.dataLim.intervalx
+    if 0 < high < 2 * low:  # without any method that sends, they are infinite
+        middle, half = (low + high) / 2, max(high - low, _MIN_SPAN * high) / 2
+        ax.set_xlim(middle - 1.1 * half, middle + 1.1 * half)
+        ax.xaxis.set_major_locator(MaxNLocator(5))
+    else:
+        ax.set_xscale("log")
+        low, high = ax.get_xlim()
+        decades = math.log10(high / max(low, high * 1e-9))
+        ax.xaxis.set_major_locator(LogLocator(subs=(1,) if decades > 3 else (1, 3) if decades > 1 else (1, 2, 3, 5, 7)))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda kilobytes, _: f"{kilobytes:,.10g}"))
     ax.xaxis.set_minor_formatter(NullFormatter())
 

@@ -259,7 +259,13 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
     tables, short = _Section("Results", lines), list[Table]()
     for metric in experiment.metrics:
         summaries = summarize(
-            results.values(metric), reference, counts[FINISHED], len(experiment.seeds), counts[FAILED], names
+            results.values(metric),
+            reference,
+            counts[FINISHED],
+            len(experiment.seeds),
+            counts[FAILED],
+            names,
+            METRICS[metric].unit,
         )
         printed = experiment.printed.get(metric, {})
         table = with_k(summary_table(metric, summaries, reference, printed, _note(metric, lines), source))

@@ -34,6 +34,8 @@ Runs = Mapping[tuple[str, str, int], str]
 _NO_RUNS: Runs = MappingProxyType({})
 _OF_ALL = ("global", "general")
 """Names of the models that are the same on all devices."""
+_HEADERS = 1e-3
+"""Part of a payload below which bytes differ by their headers only, such as the digits of a round's number."""
 LEVEL = 0.05
 """Largest p value of a difference that counts as one."""
 
@@ -189,9 +191,15 @@ def _base(model: str, models: Sequence[str]) -> str:
     return next((other for other in models if (other in _OF_ALL) == (model in _OF_ALL)), models[0])
 
 
-def paired(values: Mapping[int, float], others: Mapping[int, float]) -> list[float]:
-    """Returns the differences of the seeds that are in both, in the order of `values`."""
-    return [value - others[seed] for seed, value in values.items() if seed in others]
+def paired(values: Mapping[int, float], others: Mapping[int, float], unit: str = "") -> list[float]:
+    """Returns the differences of the seeds that are in both, in the order of `values`; see `difference`."""
+    return [difference(value, others[seed], unit) for seed, value in values.items() if seed in others]
+
+
+def difference(value: float, other: float, unit: str) -> float:
+    """Returns the difference; bytes that differ by less than 0.1 % are equal but for headers, and have none."""
+    is_equal = unit == "bytes" and abs(value - other) < _HEADERS * max(value, other)
+    return 0.0 if is_equal else value - other
 
 
 @dataclass(frozen=True)
@@ -231,6 +239,7 @@ def summarize(
     wanted: int,
     failed: Mapping[tuple[str, str], int] = MappingProxyType({}),
     runs: Runs = _NO_RUNS,
+    unit: str = "",
 ) -> list[Summary]:
     """Returns the summaries of one metric, points outermost.
 
@@ -244,12 +253,13 @@ def summarize(
         wanted: Number of seeds of the experiment.
         failed: Number of failed runs by point and label.
         runs: Names of the runs; by default every cell has a run of its own.
+        unit: Unit of the metric.
     """
     keys = [(point, label) for point, of in values.items() for label in of]
     lacks = {key: finished.get(key, 0) - len(values[key[0]][key[1]]) for key in keys}
     whole = {key for key in keys if len(values[key[0]][key[1]]) >= wanted}
     differences = {
-        (point, label): paired(values[point][label], values[point][reference])
+        (point, label): paired(values[point][label], values[point][reference], unit)
         if label != reference and {(point, label), (point, reference)} <= whole
         else []
         for point, label in keys
@@ -298,8 +308,8 @@ class Pair:
         p: Two-sided p value of a t test of the leads, by Holm's method for the pairs of the claim. Leads of different
             pairs of runs are treated as independent.
         left: Number of runs of both that have not finished; there is no p value then.
-        verdict: `holds`, `does not hold` (the order is the opposite one), or `not decided` at the level of 5 %. With
-            unfinished runs there is none, and it says how many they are.
+        verdict: `holds`, `does not hold` (the order is the opposite one), `equal` without any difference, or `not
+            decided` at the level of 5 %. With unfinished runs there is none, and it says how many they are.
     """
 
     better: str
@@ -314,6 +324,8 @@ class Pair:
     def verdict(self) -> str:
         if self.left:
             return f"none yet: {counted(self.left, 'run')} not finished"
+        if self.difference == 0 and self.p is None:
+            return "equal"
         if self.difference is None or self.p is None or self.p > LEVEL:
             return "not decided"
         return "holds" if self.difference > 0 else "does not hold"
@@ -343,7 +355,7 @@ def check_claim(
     leads_of = [
         {
             frozenset(runs.get((point, label, seed), (point, label, seed)) for label in (one, other)): sign
-            * (value - values[point][other][seed])
+            * difference(value, values[point][other][seed], METRICS[metric].unit)
             for point in points
             for seed, value in values[point].get(one, {}).items()
             if seed in values[point].get(other, {})
