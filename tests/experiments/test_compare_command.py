@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,18 @@ def test_missing_controls_are_said(tmp_path: Path) -> None:
     said = call(tmp_path, "--method", "fedprox", "--seeds", "0").stdout
     assert "A control is missing: training alone; add --method no_transfer." in said
     assert "add --method fedavg" in said
+
+
+def test_comparison_repeats_what_to_know_below_the_table(tmp_path: Path) -> None:
+    """Networks, differing defaults and the power of its seeds."""
+    said = call(tmp_path, "--method", "no_transfer", "--method", "feddkc", "--seeds", "0")
+    assert said.exit_code == 0, said.output
+    shown = " ".join(said.stdout.split())
+    assert "seeds 0; networks digits_linear, digits_mlp_small" in shown
+    assert "Only 1 seed: no difference can be told from chance." in shown
+    assert "Defaults differ between methods: learning_rate is 0.02 with no_transfer, 0.01 with feddkc" in shown
+    with (tmp_path / "compare.csv").open() as file:
+        assert {row["networks"] for row in csv.DictReader(file)} == {"digits_linear,digits_mlp_small"}
 
 
 @pytest.mark.long

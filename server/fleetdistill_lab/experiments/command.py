@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 experiment_app = typer.Typer(no_args_is_help=True, help="Runs experiments that a file describes, and reports them.")
 _DataDir = Annotated[Path | None, typer.Option(envvar="FLEETDISTILL_DATA", help="Folder of the data sets.")]
 _PIPED_WIDTH = 160
+_TITLE_WIDTH = 120
+"""Number of characters of a line above a picture as wide as a page."""
 _Workers = Annotated[int, typer.Option(help="Number of runs at the same time, each a process.")]
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Repeat runs that are in --out.")]
 
@@ -193,7 +196,7 @@ def _duration(seconds: float) -> str:
 
 def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     from fleetdistill_lab.experiments.figures import draw_lines, save_figure
-    from fleetdistill_lab.experiments.page import CONTROLS, missing_controls
+    from fleetdistill_lab.experiments.page import CONTROLS, missing_controls, power_lines
     from fleetdistill_lab.experiments.results import open_results
     from fleetdistill_lab.experiments.summary import lines_of
     from fleetdistill_lab.experiments.tables import model_table, rich_table, save_csv
@@ -204,16 +207,18 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     lines = lines_of(rows)
     first = experiment.cells()[0].simulation
     rounds = "rounds by method" if first.rounds is None else counted(first.rounds, "round")
+    networks = dict.fromkeys(row.networks.replace(",", ", ") for row in rows)
     own = {name: entry.settings for name, entry in experiment.methods.items() if entry.settings}
     title = "; ".join(
         [
             f"{getattr(first.dataset, 'name', first.dataset)}, {counted(devices, 'device')}, {first.partition}, "
             f"alpha {first.alpha:g}, {rounds}, seeds {', '.join(map(str, experiment.seeds))}",
+            f"networks {next(iter(networks))}" if len(networks) == 1 else "networks differ between methods",
             *(f"{name} with {', '.join(f'{key} = {value}' for key, value in of.items())}" for name, of in own.items()),
         ]
     )
     save_csv(rows, out / "compare.csv")
-    save_figure(draw_lines(lines, title), out, "compare", ("png",))
+    save_figure(draw_lines(lines, textwrap.fill(title, _TITLE_WIDTH)), out, "compare", ("png",))
     missing = missing_controls(list(experiment.methods))
     facts = {
         "partition": first.partition,
@@ -225,6 +230,8 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     said = [
         "Accuracy in %, mean ± standard deviation over seeds; differences and p values are of that on all classes "
         "(paired t test, adjusted by Holm's method).",
+        *power_lines(len(experiment.seeds), sum(bool(line.base) for line in lines)),
+        *experiment.cautions(),
         *devices_lines(lines, devices),
         *left_out,
         *(f"A control is missing: {CONTROLS[name]}; add --method {name}." for name in missing),

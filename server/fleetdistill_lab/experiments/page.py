@@ -48,7 +48,7 @@ from fleetdistill_server.texts import counted, readable_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["CONTROLS", "Written", "missing_controls", "write_report"]
+__all__ = ["CONTROLS", "Written", "missing_controls", "power_lines", "write_report"]
 
 _MANY_SEEDS = 5
 CONTROLS: Mapping[str, str] = {
@@ -167,7 +167,8 @@ def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, 
     methods = [entry.method or label for label, entry in experiment.methods.items()]
     result = [f"A control is missing: {CONTROLS[name]}." for name in missing_controls(methods)]
     result += results.clients_left_out()
-    result += _power_lines(experiment, results)
+    reference = experiment.reference or next(iter(experiment.methods))
+    result += power_lines(len(experiment.seeds), comparisons(results.run_names(), reference))
     result += _edge_lines(experiment, results)
     if by_status.get("not run"):
         result.append(
@@ -187,10 +188,14 @@ def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, 
     return result
 
 
-def _power_lines(experiment: Experiment, results: Results) -> list[str]:
-    """Returns a sentence about what few seeds cannot show."""
-    reference = experiment.reference or next(iter(experiment.methods))
-    seeds, number = len(experiment.seeds), max(1, comparisons(results.run_names(), reference))
+def power_lines(seeds: int, number: int) -> list[str]:
+    """Returns a sentence about what few seeds cannot show.
+
+    Args:
+        seeds: Number of seeds.
+        number: Number of comparisons of a table.
+    """
+    number = max(1, number)
     ratio = significant_ratio(seeds, number)
     if ratio is None:
         return [f"Only {counted(seeds, 'seed')}: no difference can be told from chance."]

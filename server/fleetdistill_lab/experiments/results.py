@@ -150,6 +150,7 @@ class ModelRow:
         exchanges: Mean number of a device's exchanges.
         devices: Number of devices that the means are over.
         untrained: Number of these that never took part.
+        networks: Device models of the run, with commas.
     """
 
     label: str
@@ -161,6 +162,7 @@ class ModelRow:
     exchanges: float
     devices: int
     untrained: int = 0
+    networks: str = ""
 
 
 class Results:
@@ -347,7 +349,8 @@ class Results:
     def models(self, point: str) -> list[ModelRow]:
         """Returns the models of a grid point's finished cells, in the order of the cells."""
         text = """
-            SELECT label, seed, model, accuracy, own_accuracy, bytes, exchanges, devices, untrained
+            SELECT label, seed, model, accuracy, own_accuracy, bytes, exchanges, devices, untrained,
+                (SELECT group_concat(DISTINCT model) FROM devices WHERE run = cells.run) AS networks
             FROM cells JOIN models USING (run) WHERE point = ? ORDER BY cells.rowid, models.rowid
         """
         return [ModelRow(**row) for row in self.database.query(text, [point])]
