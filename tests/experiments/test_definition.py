@@ -14,6 +14,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill_lab.experiments.definition import (
     Experiment,
     MethodEntry,
+    Tune,
     find_experiment,
     packaged,
     parse_seeds,
@@ -328,6 +329,16 @@ def test_defaults_that_differ_are_named_with_a_remedy() -> None:
     assert of_methods("fedavg", "no_transfer").differing_defaults() == []
     (many,) = of_methods("fedavg", "no_transfer", "fedprox", "feddkd", "feddkc").differing_defaults()
     assert "0.02 with fedavg and no_transfer and 2 others, 0.01 with feddkc; " in many
+
+
+def test_rates_are_said_to_be_defaults_set_or_tuned() -> None:
+    usual = of_methods("no_transfer", "fedavg")
+    assert usual.rates() == ["Rates: defaults, not tuned."]
+    assert of_methods("no_transfer", "fedavg", learning_rate=0.1).rates() == ["Rates: set in the file, not tuned."]
+    one = {"fedavg": MethodEntry(settings={"learning_rate": 0.1}), "no_transfer": MethodEntry()}
+    (said,) = replace(usual, methods=one).rates()
+    assert said == "Rates: set in the file, not tuned (fedavg); defaults, not tuned (no_transfer)."
+    assert replace(usual, tune=Tune(setting="method.learning_rate", values=[0.1, 0.2])).rates() == ["Rates: tuned."]
 
 
 def test_networks_that_differ_are_named_with_a_remedy() -> None:

@@ -532,6 +532,7 @@ def test_tuned_value_is_the_best_on_held_out_rows(tmp_path: Path) -> None:
         written = write_report(tuned, results, tmp_path / "report")
     page, edge = written.page.read_text(), "FedAvg: 0.05 is the largest; alone: 0.05 is the largest. Try further"
     assert "learning_rate = 0.05" in page
+    assert "Rates: tuned." in page
     assert edge in page
     assert edge in " ".join(written.warnings)
     assert "networks differ between methods: FedAvg: only the largest" in page

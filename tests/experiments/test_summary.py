@@ -6,6 +6,7 @@ import csv
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,8 @@ from fleetdistill_lab.experiments.definition import Claim
 from fleetdistill_lab.experiments.figures import draw_lines, save_figure
 from fleetdistill_lab.experiments.results import ModelRow
 from fleetdistill_lab.experiments.summary import (
-    check_claim,
+    Pair,
+    check_claims,
     comparisons,
     holm,
     lines_of,
@@ -37,6 +39,11 @@ from fleetdistill_lab.experiments.tables import (
     short_table,
     summary_table,
 )
+
+
+def check_claim(claim: Claim, metric: str, values: Any, *more: Any) -> list[Pair]:
+    """The only claim of its file."""
+    return check_claims([(claim, metric)], {metric: values}, *more)[0]
 
 
 def row(label: str, model: str, seed: int, accuracy: float | None, nbytes: float = 1000.0) -> ModelRow:
@@ -226,6 +233,17 @@ def test_verdict_follows_the_direction_of_the_metric(metric: str, verdict: str) 
     (pair,) = check_claim(Claim(order=["a", "b"]), metric, values, {("", "a"): 3, ("", "b"): 3}, 3)
     assert pair.verdict == verdict
     assert pair.p == pytest.approx(0.0027, abs=5e-5)
+
+
+def test_claims_of_a_file_are_corrected_together() -> None:
+    """Leads of 10, 11 and 12: p is 0.0027. A claim that is there twice counts once, another metric is another test."""
+    values = {"": {"a": {0: 20.0, 1: 22.0, 2: 24.0}, "b": {0: 10.0, 1: 11.0, 2: 12.0}}}
+    same, opposite = Claim(order=["a", "b"]), Claim(order=["b", "a"])
+    claims = [(same, "accuracy"), (opposite, "accuracy"), (same, "own_accuracy")]
+    of = dict.fromkeys(("accuracy", "own_accuracy"), values)
+    found = check_claims(claims, of, {("", "a"): 3, ("", "b"): 3}, 3)
+    assert [pair.p for (pair,) in found] == pytest.approx([2 * 0.0027] * 3, abs=1e-4)
+    assert [pair.verdict for (pair,) in found] == ["holds", "does not hold", "holds"]
 
 
 def test_few_seeds_need_large_differences() -> None:

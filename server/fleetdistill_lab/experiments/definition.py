@@ -376,6 +376,18 @@ class Experiment:
             "file."
         ]
 
+    def rates(self) -> list[str]:
+        """Returns a sentence about the learning rates of the runs: tuned, set or defaults."""
+        found: dict[str, dict[str, None]] = {}
+        for cell in replace(self, seeds=self.seeds[:1]).cells():
+            if "learning_rate" in self._settings_of(cell.label):
+                is_set = "learning_rate" in cell.sections.get("method", {})
+                is_tuned = self.tune is not None and self.tune.setting == "method.learning_rate"
+                how = "tuned" if is_tuned else "set in the file, not tuned" if is_set else "defaults, not tuned"
+                found.setdefault(how, {})[cell.label] = None
+        of = [how if len(found) == 1 else f"{how} ({', '.join(labels)})" for how, labels in found.items()]
+        return [f"Rates: {'; '.join(of)}."] if of else []
+
     def cautions(self) -> list[str]:
         """Returns sentences about what differs between methods that a reader may take for equal."""
         return [*self.differing_defaults(), *self.differing_networks()]

@@ -27,7 +27,7 @@ from fleetdistill_lab.experiments.figures import (
 )
 from fleetdistill_lab.experiments.metrics import METRICS
 from fleetdistill_lab.experiments.results import FAILED, FINISHED, Results, Run, StoredCell
-from fleetdistill_lab.experiments.summary import check_claim, comparisons, lines_of, significant_ratio, summarize
+from fleetdistill_lab.experiments.summary import check_claims, comparisons, lines_of, significant_ratio, summarize
 from fleetdistill_lab.experiments.tables import (
     PrintedValue,
     Table,
@@ -159,7 +159,13 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
     return Written(
         page,
         short,
-        [*model_lines(experiment), *source_lines(experiment), *tuning_lines(experiment, results), *warnings],
+        [
+            *model_lines(experiment),
+            *source_lines(experiment),
+            *experiment.rates(),
+            *tuning_lines(experiment, results),
+            *warnings,
+        ],
     )
 
 
@@ -256,7 +262,7 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         "a two-sided paired t test, adjusted by Holm's method for all methods and grid points of the table; those "
         "that share their runs count once. The best mean of a grid point whose runs have all finished is bold."
     ]
-    lines += [*model_lines(experiment), *source_lines(experiment)]
+    lines += [*model_lines(experiment), *source_lines(experiment), *experiment.rates()]
     runs, names = results.runs(), results.run_names()
     ks = {runs[cell.run].settings["simulation"].get("top_k") for cell in results.cells() if cell.run in runs}
     with_k = functools.partial(_with_k, ks)
@@ -284,14 +290,16 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         "The order in the source",
         [
             "Each method beside the next one of the order that the source prints, over all grid points and seeds, with "
-            "the p value of a two-sided t test of the leads, adjusted by Holm's method for the pairs of the claim. A "
-            "pair of runs that several grid points share counts once. The test takes all leads as independent; those "
-            "of one seed share initial weights and data, so that p values over several grid points can be too small."
+            "the p value of a two-sided t test of the leads, adjusted by Holm's method for the pairs of all claims of "
+            "the file. A pair of runs that several grid points share counts once. The test takes all leads as "
+            "independent; those of one seed share initial weights and data, so that p values over several grid points "
+            "can be too small."
         ],
     )
-    for number, claim in enumerate(experiment.claims, 1):
-        metric = claim.metric or experiment.metrics[0]
-        pairs = check_claim(claim, metric, results.values(metric), counts[FINISHED], len(experiment.seeds), names)
+    checked = [(claim, claim.metric or experiment.metrics[0]) for claim in experiment.claims]
+    values_of = {metric: results.values(metric) for _, metric in checked}
+    found = check_claims(checked, values_of, counts[FINISHED], len(experiment.seeds), names)
+    for number, ((claim, metric), pairs) in enumerate(zip(checked, found, strict=True), 1):
         table = with_k(claim_table(claim.text, metric, pairs))
         claims.tables.append(writer.table(table, f"claim-{number}", pairs))
         short.append(claims.tables[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from fleetdistill_lab.experiments.definition import Claim
@@ -18,7 +18,7 @@ __all__ = [
     "Runs",
     "Summary",
     "Values",
-    "check_claim",
+    "check_claims",
     "comparisons",
     "holm",
     "lines_of",
@@ -305,8 +305,8 @@ class Pair:
             the grid's setting, counts once.
         wins: Number of these in which `better` is ahead.
         difference: Mean of its lead, above 0 if it is ahead; None without pairs.
-        p: Two-sided p value of a t test of the leads, by Holm's method for the pairs of the claim. Leads of different
-            pairs of runs are treated as independent.
+        p: Two-sided p value of a t test of the leads, by Holm's method for the pairs of all claims; equal ones count
+            once. Leads of different pairs of runs are treated as independent.
         left: Number of runs of both that have not finished; there is no p value then.
         verdict: `holds`, `does not hold` (the order is the opposite one), `equal` without any difference, or `not
             decided` at the level of 5 %. With unfinished runs there is none, and it says how many they are.
@@ -331,61 +331,55 @@ class Pair:
         return "holds" if self.difference > 0 else "does not hold"
 
 
-def check_claim(
-    claim: Claim,
-    metric: str,
-    values: Values,
+def check_claims(
+    claims: Sequence[tuple[Claim, str]],
+    values: Mapping[str, Values],
     finished: Mapping[tuple[str, str], int],
     wanted: int,
     runs: Runs = _NO_RUNS,
-) -> list[Pair]:
-    """Compares each method of a claim with the next one of its order.
+) -> list[list[Pair]]:
+    """Compares each method of each claim with the next one of its order.
 
     Args:
-        claim: The claim.
-        metric: Its metric.
-        values: The metric's values.
+        claims: The claims, each with its metric.
+        values: The values of each metric.
         finished: Number of finished runs by point and label.
         wanted: Number of seeds of the experiment.
         runs: Names of the runs; by default every cell has a run of its own.
     """
-    sign = 1 if METRICS[metric].higher_is_better else -1
-    points = [point for point in values if not claim.at or point in claim.at]
-    names, neighbours = _runs_by_key(runs), list(zip(claim.order, claim.order[1:], strict=False))
-    leads_of = [
-        {
-            frozenset(runs.get((point, label, seed), (point, label, seed)) for label in (one, other)): sign
-            * difference(value, values[point][other][seed], METRICS[metric].unit)
-            for point in points
-            for seed, value in values[point].get(one, {}).items()
-            if seed in values[point].get(other, {})
-        }
-        for one, other in neighbours
-    ]
-    found = [list(leads.values()) for leads in leads_of]
-    left = [
-        sum(
-            {
+    names = _runs_by_key(runs)
+    result: list[list[Pair]] = []
+    tests: list[Hashable] = []
+    for claim, metric in claims:
+        known, sign = values[metric], 1 if METRICS[metric].higher_is_better else -1
+        points = [point for point in known if not claim.at or point in claim.at]
+        result.append([])
+        for pair in zip(claim.order, claim.order[1:], strict=False):
+            one, other = pair
+            leads = {
+                frozenset(runs.get((point, label, seed), (point, label, seed)) for label in pair): sign
+                * difference(value, known[point][other][seed], METRICS[metric].unit)
+                for point in points
+                for seed, value in known[point].get(one, {}).items()
+                if seed in known[point].get(other, {})
+            }
+            left = {
                 names.get((point, label), (point, label)): max(0, wanted - finished.get((point, label), 0))
                 for point in points
                 for label in pair
-            }.values()
-        )
-        for pair in neighbours
-    ]
-    p_values = holm(
-        [None if missing else paired_p(leads) for leads, missing in zip(found, left, strict=True)],
-        [frozenset(leads) or pair for leads, pair in zip(leads_of, neighbours, strict=True)],
-    )
-    return [
-        Pair(
-            better=one,
-            worse=other,
-            pairs=len(leads),
-            wins=sum(lead > 0 for lead in leads),
-            difference=statistics.mean(leads) if leads else None,
-            p=p,
-            left=missing,
-        )
-        for (one, other), leads, p, missing in zip(neighbours, found, p_values, left, strict=True)
-    ]
+            }
+            found, missing = list(leads.values()), sum(left.values())
+            result[-1].append(
+                Pair(
+                    better=one,
+                    worse=other,
+                    pairs=len(found),
+                    wins=sum(lead > 0 for lead in found),
+                    difference=statistics.mean(found) if found else None,
+                    p=None if missing else paired_p(found),
+                    left=missing,
+                )
+            )
+            tests.append((metric, frozenset(leads) or pair))
+    adjusted = iter(holm([pair.p for of in result for pair in of], tests))
+    return [[replace(pair, p=next(adjusted)) for pair in of] for of in result]
