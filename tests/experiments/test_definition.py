@@ -167,6 +167,13 @@ def test_scale_replaces_parts_of_the_file(tmp_path: Path) -> None:
     assert experiment.printed_elsewhere == {"accuracy": {"FedAvg": {"alpha 0.1, all": 61.5}}}
 
 
+def test_note_of_a_scale_is_added_to_that_of_the_file(tmp_path: Path) -> None:
+    text = TEXT.replace("[scales.small]", '[scales.large]\n[scales.small]\nnote = "3 rounds."')
+    file = write(tmp_path, 'note = "Rates are not printed: 0.1."\n' + text)
+    notes = [read_experiment(file, scale).note for scale in ("small", "large")]
+    assert notes == ["Rates are not printed: 0.1. Scale small: 3 rounds.", "Rates are not printed: 0.1."]
+
+
 def test_cells_with_the_same_settings_share_a_run() -> None:
     """FedAvg has no mu, so its cells of both grid points are one run, and so are settings that equal the defaults."""
     experiment = Experiment(

@@ -477,6 +477,8 @@ def read_experiment(file: Path, scale: str = "") -> Experiment:
                 raise ConfigurationError(unknown_name("scale", scale, (SCALE, *scales)))
             usual.check_names()
             changes = dict(scales[scale])
+            if "note" in changes:  # what the file's own note discloses is true with any scale
+                changes["note"] = f"{contents.get('note', '')} Scale {scale}: {changes['note']}".strip()
             grid = {**contents.get("grid", {}), **changes.pop("grid", {})}  # an axis is replaced, not merged
             result = _make(file, {**_merge(contents, changes), "grid": grid}, scale).without_other_points(usual.points)
         one_seed = replace(result, seeds=result.seeds[:1])
