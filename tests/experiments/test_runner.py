@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -106,6 +107,25 @@ def test_results_are_those_of_the_reports(done) -> None:
     assert of_run["steps"].tolist() == [spent["steps"] for spent in report["curves"][0]["spent"]]
     sent = traffic[(traffic["run"] == run) & (traffic["label"] == "FedAvg") & (traffic["direction"] == "up")]
     assert sent["bytes"].sum() == pytest.approx(2 * of_run["bytes_up"].sum())
+
+
+@pytest.mark.pictures
+def test_accuracy_by_class_is_in_results_and_page(done, tmp_path: Path) -> None:
+    folder, _ = done
+    with open_results(folder) as results:
+        classes, written = results.table("classes"), write_report(experiment(), results, tmp_path)
+    run = classes["run"].iloc[0]
+    report = json.loads((folder / "runs" / run / "report.json").read_text())
+    of_run = classes[(classes["run"] == run) & (classes["label"] == "FedAvg")]
+    assert of_run["class"].tolist() == report["class_names"]
+    assert of_run["global"].tolist() == report["global_accuracy_by_class"]
+    assert of_run["devices"].tolist() == report["mean_accuracy_by_class"]
+    assert of_run["global"].mean() == pytest.approx(report["global_accuracy_by_round"][-1]), "4 test rows of each class"
+    with (tmp_path / "tables" / "classes.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if (row["label"], row["model"]) == ("FedAvg", "global")]
+    means = classes[classes["label"] == "FedAvg"].groupby("class")["global"].mean()
+    assert {row["name"]: float(row["accuracy"]) for row in rows} == pytest.approx(means.to_dict())
+    assert "Accuracy by class" in written.page.read_text()
 
 
 def test_progress_counts_runs_and_estimates_the_time_left(done) -> None:

@@ -29,6 +29,7 @@ from fleetdistill_lab.experiments.metrics import METRICS
 from fleetdistill_lab.experiments.results import FAILED, FINISHED, Results, Run, StoredCell
 from fleetdistill_lab.experiments.summary import check_claims, comparisons, lines_of, significant_ratio, summarize
 from fleetdistill_lab.experiments.tables import (
+    ClassAccuracy,
     PrintedValue,
     Table,
     claim_table,
@@ -132,6 +133,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
     sections = [
         *metrics,
         _tuning_section(experiment, results),
+        _class_section(results, writer),
         _curve_section(results, writer),
         *_fleet_sections(experiment, results, writer),
         _methods_section(results),
@@ -360,6 +362,22 @@ def _tuning_section(experiment: Experiment, results: Results) -> _Section:
     header = ["method", "grid point", "chosen", *["tried"] * (len(experiment.tune.values) - 1)]
     said = f"{experiment.tune.setting} by {metric.title[0].lower()}{metric.title[1:]}, on held-out training rows."
     return _Section("Tuned settings", [said], [Table(experiment.tune.setting, header, rows)])
+
+
+def _class_section(results: Results, writer: _Writer) -> _Section:
+    said = "In percent, mean over seeds: of the global model, and of the models that the devices have at the end."
+    section, classes = _Section("Accuracy by class", [said], folded=True), results.table("classes")
+    for point in dict.fromkeys(classes["point"]):
+        of = classes[classes["point"] == point].astype({"global": float, "devices": float})
+        means = of.melt(["label", "class"], ["global", "devices"], "model").dropna()
+        means = means.groupby(["label", "model", "class"], sort=False)["value"].mean()
+        rows = [ClassAccuracy(label, point, model, name, rate) for (label, model, name), rate in means.items()]
+        rates = {(f"{row.label}, {row.model}", row.name): format_value(row.accuracy, None, "percent") for row in rows}
+        header = list(dict.fromkeys(model for model, _ in rates))
+        lines = [[name, *(rates.get((model, name), "") for model in header)] for name in dict.fromkeys(of["class"])]
+        file = f"classes{'-' if point else ''}{_slug(point)}"
+        section.tables.append(writer.table(Table(point or "All classes", ["", *header], lines, note=said), file, rows))
+    return section
 
 
 def _curve_section(results: Results, writer: _Writer) -> _Section:

@@ -97,6 +97,7 @@ _TABLES: Mapping[str, tuple[dict[str, type], tuple[str, ...]]] = {
         },
         ("run", "device"),
     ),
+    "classes": ({"run": str, "class": str, "global": float, "devices": float}, ("run", "class")),
     "partitions": ({"run": str, "device": str, "class": str, "samples": int}, ("run", "device", "class")),
     "traffic": ({"run": str, "direction": str, "kind": str, "bytes": int}, ("run", "direction", "kind")),
 }
@@ -293,6 +294,7 @@ class Results:
             "models": [_model_row(report, row) for row in report["comparison"]],
             "rounds": list(_round_rows(report, seconds)),
             "devices": [_device_row(device) for device in report["devices"]],
+            "classes": list(_class_rows(report)),
             "partitions": [
                 {"device": device["name"], "class": name, "samples": count}
                 for device in report["devices"]
@@ -455,6 +457,12 @@ def _device_row(device: Mapping[str, Any]) -> dict[str, Any]:
         "accuracy": device["accuracy_fleet"],
         "own_accuracy": personal.get("own_accuracy", device["own_accuracy_fleet"]),
     }
+
+
+def _class_rows(report: Report) -> Iterator[dict[str, Any]]:
+    of_all, of_devices = report["global_accuracy_by_class"], report["mean_accuracy_by_class"]
+    for at, name in enumerate(report["class_names"]):
+        yield {"class": name, "global": of_all and of_all[at], "devices": of_devices and of_devices[at]}
 
 
 def _round_rows(report: Report, seconds: Sequence[float]) -> Iterator[dict[str, Any]]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import rich.table
 
 __all__ = [
+    "ClassAccuracy",
     "Table",
     "change_table",
     "claim_table",
@@ -174,6 +175,17 @@ class PrintedValue:
     value: float
 
 
+@dataclass(frozen=True)
+class ClassAccuracy:
+    """Mean accuracy on one class over seeds: of the `global` model, or of the `devices`' models."""
+
+    label: str
+    point: str
+    model: str
+    name: str
+    accuracy: float
+
+
 def printed_table(metric: str, printed: Mapping[str, Mapping[str, float]]) -> Table:
     """Returns the table of values that the source prints, by label and by grid points of its own scale."""
     points = list(dict.fromkeys(point for of in printed.values() for point in of))
@@ -284,7 +296,7 @@ def _sizes(lines: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(cell_len, column)) + 3 for column in zip(*lines, strict=True)]
 
 
-def save_csv(rows: Iterable[ModelRow | Summary | Pair | PrintedValue], file: Path) -> None:
+def save_csv(rows: Iterable[ModelRow | Summary | Pair | PrintedValue | ClassAccuracy], file: Path) -> None:
     """Writes rows with full precision; rates are in [0, 1]."""
     found = list(rows)
     with file.open("w", newline="", encoding="utf-8") as opened:

@@ -11,6 +11,7 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill_lab.simulation.report.metrics import (
     Ints,
     accuracy,
+    accuracy_by_class,
     c_gen,
     c_per,
     c_spec,
@@ -243,3 +244,11 @@ def test_scores_are_0_to_1_and_1_only_if_every_answer_is_right(rows: list[tuple[
     for score in (accuracy, f1_weighted, f1_macro):
         assert 0 <= score(counts) <= 1 + 1e-12
         assert (score(counts) == pytest.approx(1)) == (labels == answers)
+
+
+def test_accuracy_by_class_is_the_mean_over_models() -> None:
+    """Recalls of 3 of 4 and 1 of 2, and of 1 of 4 and 2 of 2; the third class has no rows."""
+    one, other = np.array([[3, 1, 0], [0, 1, 1], [0, 0, 0]]), np.array([[1, 0, 3], [0, 2, 0], [0, 0, 0]])
+    assert accuracy_by_class([one]) == [0.75, 0.5, None]
+    assert accuracy_by_class([one, other]) == [0.5, 0.75, None]
+    assert accuracy_by_class([]) is None

@@ -45,9 +45,9 @@ def device_report(
         estimates: Leave-one-out estimates of the devices that have them, by id.
     """
     name, history, own = spec.name, done.history, done.history.own
-    trained_cc, fleet_cc = _last(history, name)
-    own_trained_cc, own_fleet_cc = (None, None) if own is None else _last(own, name)
-    top_trained_cc, top_fleet_cc = (None, None) if done.top_k is None else _last(done.top_k, name)
+    trained_cc, fleet_cc = last_matrices(history, name)
+    own_trained_cc, own_fleet_cc = (None, None) if own is None else last_matrices(own, name)
+    top_trained_cc, top_fleet_cc = (None, None) if done.top_k is None else last_matrices(done.top_k, name)
     alone = done.controls.alone.get(spec.name)
     alone_cc = alone[-1].confusion if alone and alone[-1] is not None else None
     exported = done.exports.get(spec.name)
@@ -77,7 +77,7 @@ def device_report(
     )
 
 
-def _last(history: FleetHistory, device: str) -> tuple[Ints | None, Ints | None]:
+def last_matrices(history: FleetHistory, device: str) -> tuple[Ints | None, Ints | None]:
     """Returns the confusion matrices of a device's model after its last training, and of the model of its app."""
     trained_cc, fleet_cc = history.devices[device][-1], history.delivered.get(device)
     if fleet_cc is None:  # before the end, or it is the model of the last training

@@ -82,6 +82,22 @@ def accuracy_or_none(counts_cc: Ints | None) -> float | None:
     return None if counts_cc is None else accuracy(counts_cc)
 
 
+def accuracy_by_class(counts_kcc: Sequence[Cells]) -> list[float | None] | None:
+    """Returns the mean accuracy of several models on each class.
+
+    Args:
+        counts_kcc: A confusion matrix of each model.
+
+    Returns:
+        The mean for each class, None for a class without rows; None without models.
+    """
+    if not counts_kcc:
+        return None
+    of = [Margins.of(counts_cc) for counts_cc in counts_kcc]
+    means_c = np.mean([_divide(one.hits, one.rows, np.nan) for one in of], axis=0)
+    return [None if math.isnan(mean) else mean for mean in means_c.tolist()]
+
+
 def f1_by_class(counts_cc: Cells | Margins) -> Floats:
     """Returns F1 = 2 TP / (2 TP + FP + FN) of each class `[..., C]`; 0 for classes where this is 0 / 0."""
     result = Margins.of(counts_cc)

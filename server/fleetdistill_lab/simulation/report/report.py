@@ -24,9 +24,9 @@ from fleetdistill_lab.simulation.report.comparison import (
     local_only,
 )
 from fleetdistill_lab.simulation.report.device_plots import DeviceCurves
-from fleetdistill_lab.simulation.report.device_report import DeviceBytes, device_report, parameters_of
+from fleetdistill_lab.simulation.report.device_report import DeviceBytes, device_report, last_matrices, parameters_of
 from fleetdistill_lab.simulation.report.history import FleetHistory, OwnHistory
-from fleetdistill_lab.simulation.report.metrics import Ints, accuracy_or_none
+from fleetdistill_lab.simulation.report.metrics import Ints, accuracy_by_class, accuracy_or_none
 from fleetdistill_lab.simulation.report.outcome import Controls, FedAvgControl, Outcome
 from fleetdistill_lab.simulation.report.plots import FIGURES, save_report_figure
 from fleetdistill_lab.simulation.report.results import (
@@ -69,6 +69,7 @@ def make_report(done: Outcome) -> FleetReport:
         finished=done.finished,
         seconds=round(done.seconds, 2),
         **_mean_accuracies(devices, scores, done.controls.alone),
+        **_accuracies_by_class(done.history),
         **_fedavg_figures(done.controls.fedavg),
         scores=scores,
         figures_by_round=by_round,
@@ -187,6 +188,14 @@ def _mean_accuracies(
         "mean_own_accuracy_fleet": _mean_where_known([device.own_accuracy_fleet for device in devices]),
         "mean_own_accuracy_trained": _c_spec(scores, "fleet"),
         "mean_own_accuracy_fedavg_device": _c_spec(scores, "fedavg"),
+    }
+
+
+def _accuracies_by_class(history: FleetHistory) -> dict[str, Any]:
+    of_devices = [last_matrices(history, device)[1] for device in history.devices]
+    return {
+        "mean_accuracy_by_class": accuracy_by_class([counts for counts in of_devices if counts is not None]),
+        "global_accuracy_by_class": accuracy_by_class([counts for counts in history.server[-1:] if counts is not None]),
     }
 
 

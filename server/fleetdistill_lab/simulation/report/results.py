@@ -176,6 +176,9 @@ class FleetReport:
         mean_accuracy_fleet: Mean over the same devices, of the model that each has at the end, which with methods that
             average models is the global one; None if none was scored.
         mean_accuracy_trained: Mean over the same devices, of their models after the last own training.
+        mean_accuracy_by_class: On each class, the mean that `mean_accuracy_fleet` is on all classes; None for
+            one without test rows.
+        global_accuracy_by_class: Accuracy of the global model on each class; None for one without test rows.
         mean_own_accuracy_alone, mean_own_accuracy_fleet, mean_own_accuracy_trained, mean_own_accuracy_fedavg_device:
             Mean own accuracies over the devices with samples of a class of the test set, or with test rows of their
             own; None if there are none. All but `fleet` are C-Spec in accuracy.
@@ -241,6 +244,8 @@ class FleetReport:
     mean_accuracy_alone: float | None
     mean_accuracy_fleet: float | None
     mean_accuracy_trained: float | None
+    mean_accuracy_by_class: list[float | None] | None
+    global_accuracy_by_class: list[float | None] | None
     mean_own_accuracy_alone: float | None
     mean_own_accuracy_fleet: float | None
     mean_own_accuracy_trained: float | None
