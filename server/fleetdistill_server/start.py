@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -93,6 +94,8 @@ def _not_begun(number: int, frame: object) -> None:
 
 
 def ctrl_c_interrupts() -> None:
-    """Restores the default behaviour of Ctrl-C, which raises KeyboardInterrupt."""
+    """Restores the default behaviour of Ctrl-C, which raises KeyboardInterrupt; SIGTERM does it too from now on."""
     if signal.getsignal(signal.SIGINT) is _not_begun:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if threading.current_thread() is threading.main_thread():  # no other one may set a handler
+        signal.signal(signal.SIGTERM, signal.default_int_handler)

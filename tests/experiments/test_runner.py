@@ -404,7 +404,8 @@ def test_run_ends_with_its_killed_experiment(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_with_a_sentence_and_continues(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_with_a_sentence_and_continues(number: int, tmp_path: Path) -> None:
     start = "from fleetdistill_server.start import main; main()"
     command = [sys.executable, "-c", start, "compare", "--method", "fedavg", "--seeds", "0-3"]
     small = [word for name, value in TINY.items() for word in ("--set", f"simulation.{name}={value}")]
@@ -414,7 +415,7 @@ def test_ctrl_c_ends_with_a_sentence_and_continues(tmp_path: Path) -> None:
     ) as process:
         assert process.stderr is not None
         assert any("1 of 4" in line for line in process.stderr)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         said = process.stderr.read()
         assert (process.wait(), "the same command continues the comparison" in said) == (130, True)
     with open_results(tmp_path) as results:
