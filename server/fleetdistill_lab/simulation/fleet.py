@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from fleetdistill.errors import RefusedError
 from fleetdistill.training.figures import Counts
 from fleetdistill.training.local_training import extract
 from fleetdistill_console.tracking.follower import Followed
@@ -26,7 +27,7 @@ from fleetdistill_lab.simulation.controls.local_only import score_initial_models
 from fleetdistill_lab.simulation.data.datasets import Dataset, load_dataset
 from fleetdistill_lab.simulation.data.hugging_face import is_hugging_face, read_hugging_face
 from fleetdistill_lab.simulation.data.own import limit_rows, save_dataset
-from fleetdistill_lab.simulation.folder import IfThere, check_folder, open_folder, saved_settings
+from fleetdistill_lab.simulation.folder import IfThere, check_folder, discard_folder, open_folder, saved_settings
 from fleetdistill_lab.simulation.links.links import run_over_grpc, run_over_memory
 from fleetdistill_lab.simulation.links.simulated_devices import Recipients
 from fleetdistill_lab.simulation.progress import OnProgress, Progress, watcher
@@ -90,7 +91,8 @@ def simulate(
     """Runs a simulation and writes report.json, the figure and the exported models to `out`.
 
     An interrupted or killed simulation can be resumed with `if_there="resume"`, with the same results. A simulation
-    that fails its checks, or is interrupted before it begins, does not change `out`.
+    that fails its checks, or is interrupted before it begins, does not change `out`. One whose devices the run refuses
+    leaves nothing there.
 
     Args:
         wanted: Settings of the simulation.
@@ -105,11 +107,18 @@ def simulate(
     Raises:
         ConfigurationError: A setting is out of range, or `out` contains another simulation.
         DataError: The data set cannot be loaded or partitioned.
+        RefusedError: The run refuses a device, whose model does not fit it.
         RunError: The run failed.
         Interrupted: Ctrl-C was pressed; the report of the completed rounds has been written.
     """
     started = time.monotonic()
-    begun = has_rounds = False
+    begun = has_rounds = has_progress = False
+
+    def note(done: Progress) -> None:
+        nonlocal has_progress
+        has_progress = has_progress or done.completed > 0
+        on_progress(done)
+
     try:
         check_settings(wanted)
         load_matplotlib()  # without it, the report could not be written
@@ -122,8 +131,12 @@ def simulate(
             fleet = _prepare(settled, data, work)
             del data  # the devices map its images from files
             has_rounds = True
-            return _run(settled, fleet, on_progress, started, tell)
+            return _run(settled, fleet, note, started, tell)
     except Interrupted:
+        raise
+    except RefusedError:  # by the run, at a device's check-in
+        if begun and if_there != "resume" and not has_progress:
+            discard_folder(wanted.out)
         raise
     except KeyboardInterrupt as interrupt:
         raise Interrupted(None, begun=begun, has_rounds=has_rounds) from interrupt

@@ -75,6 +75,13 @@ def open_folder(wanted: Simulation, if_there: IfThere) -> Iterator[Path]:
         yield work.resolve()
 
 
+def discard_folder(out: Path) -> None:
+    """Deletes a simulation that has no round, and its folder if nothing else is in it."""
+    shutil.rmtree(out / "work")
+    with contextlib.suppress(OSError):
+        out.rmdir()
+
+
 def _is_begun(out: Path) -> bool:
     return (out / "work" / _SETTINGS).exists()
 

@@ -14,7 +14,7 @@ import torch
 from support.outside import EXAMPLES
 from typer.testing import CliRunner
 
-from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.errors import ConfigurationError, DataError, RefusedError
 from fleetdistill.models import path_of
 from fleetdistill_lab import Simulation, simulate
 from fleetdistill_lab.simulation.data.datasets import Dataset
@@ -150,6 +150,14 @@ def test_a_file_that_is_no_data_set_is_refused_and_named(
     assert str(file) in told.stderr
     assert sentence in told.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_refused_device_leaves_no_folder(tmp_path: Path) -> None:
+    """Its extractor is not the run's, which the device's check-in finds."""
+    out = tmp_path / "out"
+    with pytest.raises(RefusedError, match=r"the device has \[64\], run 'simulation' has \[6\]"):
+        simulate(small(out, method="fedcgs", models=("own_model:narrow",), extractor="identity"))
+    assert not out.exists()
 
 
 def test_unusable_simulation_settings_are_refused_before_begin(tmp_path: Path) -> None:
