@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import statistics
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -453,3 +454,10 @@ def test_bytes_that_differ_by_headers_are_equal() -> None:
     assert (pair.difference, pair.p, pair.verdict, pair.wins) == (0.0, None, "equal", 0)
     assert [one.p for one in summarize({"": sent}, "a", finished, 3, unit="bytes")] == [None, None]
     assert summarize({"": sent}, "a", finished, 3)[1].p is not None
+
+
+def test_tables_of_the_page_may_be_wider_than_its_text() -> None:
+    page = (files("fleetdistill_lab.experiments") / "page.html").read_text()
+    rules = [rule.partition("{") for rule in page.partition("<style>")[2].partition("</style>")[0].split("}")]
+    width = {name.strip(): "72rem" in rule.partition("max-width:")[2] for name, _, rule in rules}
+    assert (width["body > *, details > *"], width[".scroll"], width["body"]) == (True, False, False)
