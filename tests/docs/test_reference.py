@@ -21,6 +21,7 @@ from fleetdistill import errors
 from fleetdistill.methods import METHODS, config_class
 from fleetdistill.wire.codes import MEANINGS
 from fleetdistill_lab.experiments.metrics import METRICS
+from fleetdistill_lab.simulation.data.datasets import DATASETS
 from fleetdistill_lab.simulation.data.partition import PARTITIONS
 from fleetdistill_lab.simulation.data.test_parts import TEST_PARTS
 from fleetdistill_server.cli.app import app
@@ -371,3 +372,11 @@ def test_class_statistics_name_lines_that_are_in_the_mathematics(page: str) -> N
 def test_the_sdk_pages_model_runs() -> None:
     block = next(block for block in _blocks("docs/reference/device.md", "python") if "split_sequential" in block)
     exec(block, {})
+
+
+def test_built_in_data_sets_are_listed() -> None:
+    """In the tutorial, and in the help of the option."""
+    page = _section("docs/tutorials/your-model-and-data.md", "A built-in data set")
+    assert set(re.findall(r"`([a-z0-9-]+)`", page.partition("|---|")[2])) == set(DATASETS)
+    (said,) = (param.help for param in COMMANDS["fleetdistill simulate"].params if param.name == "dataset")
+    assert set(re.findall(r"[a-z0-9-]+", said.partition("the path")[0])) >= set(DATASETS)

@@ -48,9 +48,10 @@ class Simulation:
             devices' processes import them too, and so do workers. Not needed for methods that this process has
             registered.
         settings: The method's settings, as under [method] in run.toml.
-        dataset: Name of a data set, such as digits, mnist or cifar10, the path of an .npz file, or `hf:NAME` of the
-            Hugging Face Hub. The file is for `read_dataset`; from Python also a `Dataset`, or arrays for `own_dataset`.
-            A simulation keeps a copy of your own data.
+        dataset: Data set: digits, fashion-mnist, mnist, cifar10, cifar100, emnist-letters, femnist-digits, femnist,
+            svhn, cinic10 or five-digits, the path of an .npz file, or `hf:NAME` of the Hugging Face Hub. The file is
+            for `read_dataset`; from Python also a `Dataset`, or arrays for `own_dataset`. A simulation keeps a copy of
+            your own data.
         client_column: Column of an `hf:` data set with the client of each row, for the partition `by_client`.
         data_dir: Folder of the data sets, to which missing ones are downloaded. See `load_dataset`.
         image_size: Height and width that images are reduced to by averaging; None keeps their size.
