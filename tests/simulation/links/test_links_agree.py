@@ -99,7 +99,7 @@ def test_another_seed_gives_another_result(tmp_path: Path) -> None:
     [
         ({"link": "pigeon"}, ConfigurationError, "'pigeon'.*memory or grpc"),
         ({"rounds": 0}, ConfigurationError, "rounds is 0.*ends with its last round"),
-        ({"devices": 0}, ConfigurationError, "devices is 0"),
+        ({"devices": -1}, ConfigurationError, "devices is -1"),
         ({"threads": 0}, ConfigurationError, "threads is 0"),
         ({"train_limit": 0}, ConfigurationError, "train_limit is 0"),
         ({"test_limit": 0}, ConfigurationError, "test_limit is 0"),
