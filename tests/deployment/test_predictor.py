@@ -190,6 +190,15 @@ def test_a_first_file_that_is_damaged_is_named(tmp_path: Path, files: dict[int, 
         predictor.predict(BATCH)
 
 
+def test_ready_and_error_look_at_the_newest_file(tmp_path: Path, files: dict[int, bytes]) -> None:
+    predictor = Predictor(tmp_path)
+    assert (predictor.ready, predictor.error) == (False, "")
+    put(files[1][:100], tmp_path / "model.onnx")
+    assert predictor.error == "the file is incomplete or damaged: it does not end with the SHA-256 of its content"
+    put(files[1], tmp_path / "model.onnx")
+    assert (predictor.ready, predictor.error, predictor.version) == (True, "", 1)
+
+
 def test_a_variant_that_does_not_exist_is_reported_once(
     tmp_path: Path, files: dict[int, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:

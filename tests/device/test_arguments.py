@@ -12,7 +12,7 @@ from support.hostile_server import LyingLink
 from support.open_device import open_device
 from torch import nn
 
-from fleetdistill import AsyncDevice, Deployment, Device, Eligibility, Predictor
+from fleetdistill import AsyncDevice, Deployment, Device, Eligibility, Predictor, Server
 from fleetdistill.device.deployer import Deployer
 from fleetdistill.errors import ConfigurationError, FleetDistillError, ModelError
 from fleetdistill.link.enrolment import Enrolment
@@ -25,6 +25,10 @@ GIVEN: dict[str, Any] = {"server": "127.0.0.1:1", "model": tiny_model, "data": t
 class Unfit(nn.Module):
     def forward(self, x: Any) -> Any:
         return x
+
+
+def test_the_representation_of_a_server_has_no_token() -> None:
+    assert "fd1-SECRET" not in repr(Server("fleet.example.org:50051", enrolment="fd1-SECRET"))
 
 
 def test_a_device_has_at_most_13_arguments() -> None:

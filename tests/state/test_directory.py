@@ -51,7 +51,8 @@ def test_a_directory_belongs_to_one_device_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(StateError) as error:
         Storage(tmp_path / "state")
     assert str(error.value) == (
-        f"{tmp_path / 'state'} is in use by another device; each device requires its own state directory"
+        f"{tmp_path / 'state'} is in use by another device, of this process or another, that is not closed; "
+        "each device requires its own state directory"
     )
     first.close()
     Storage(tmp_path / "state").close()

@@ -107,10 +107,6 @@ class Predictor:
         variant: Variant to use, such as `"personal"`. Default: the one that the device selects, in `model.onnx`.
         threads: Number of threads of onnxruntime for one prediction, at least 1.
 
-    Attributes:
-        error: Why the newest file cannot be used, or which variants there are if `variant` is not one of them; empty if
-            the file is in use, or if the device has not exported one yet. Also logged as a warning.
-
     Raises:
         ConfigurationError: `variant` or `threads` is invalid.
         StateError: `state_dir` does not exist.
@@ -130,7 +126,7 @@ class Predictor:
         self._loading = threading.Lock()
         self._model: DeployedModel | None = None
         self._seen: tuple[int, ...] | None = None  # identity of the last file read, usable or not
-        self.error = ""
+        self._error = ""
         self.refresh()
 
     def predict(self, inputs: NDArray[Any]) -> NDArray[np.float32]:
@@ -152,8 +148,21 @@ class Predictor:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a model; False before the device's first export (events `exported` and `too-large`)."""
+        """Whether there is a model, after a look at the newest file.
+
+        False before the device's first export (events `exported` and `too-large`).
+        """
+        self.refresh()
         return self._model is not None
+
+    @property
+    def error(self) -> str:
+        """Why the newest file cannot be used, or which variants there are if `variant` is not one of them.
+
+        Empty if the file is in use, or if the device has not exported one yet. Also logged as a warning.
+        """
+        self.refresh()
+        return self._error
 
     @property
     def model(self) -> DeployedModel:
@@ -163,9 +172,9 @@ class Predictor:
             ModelError: There is no model yet.
         """
         if self._model is None:
-            if self.error and self._seen is None:
-                raise ModelError(f"{self._path} does not exist; {self.error}")
-            reason = f" ({self.error})" if self.error else ""
+            if self._error and self._seen is None:
+                raise ModelError(f"{self._path} does not exist; {self._error}")
+            reason = f" ({self._error})" if self._error else ""
             raise ModelError(
                 f"{self._path} has no usable model{reason}; run the device until its event 'exported', and check "
                 "`predictor.ready`. A device with Deployment(export='never') writes none, nor one whose file is above "
@@ -210,9 +219,9 @@ class Predictor:
         others = sorted(path.stem for path in self._path.parent.glob("*.onnx"))
         meant = did_you_mean(self._path.stem, others) or "."
         error = f"no variant {self._path.stem!r} was exported{meant} There are {', '.join(others)}" if others else ""
-        if error and error != self.error:
+        if error and error != self._error:
             logger.warning("%s does not exist; %s", self._path, error)
-        self.error = error
+        self._error = error
 
     def _load(self) -> bool:
         try:
@@ -226,10 +235,10 @@ class Predictor:
                 data = file.read(MAX_FILE_BYTES)
             self._model = DeployedModel(whole(data, self._path.parent), self._threads)
         except (ModelError, OSError, MemoryError) as error:
-            self.error = str(error) or "memory is short"
+            self._error = str(error) or "memory is short"
             logger.warning("%s is not used: %s", self._path, error)
             return False
-        self.error = ""
+        self._error = ""
         return True
 
 

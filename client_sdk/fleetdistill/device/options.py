@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ class Server:
     address: str | Link
     _: KW_ONLY
     run: str | Abilities = ""
-    enrolment: str | Path | None = None
+    enrolment: str | Path | None = field(default=None, repr=False)  # a token is a secret
     insecure: bool = False
 
     def __post_init__(self) -> None:

@@ -70,7 +70,10 @@ class Storage(Files):
             make_directory(directory)
             lock = lock_file(directory / "lock")
         if lock is None:
-            raise StateError(f"{directory} is in use by another device; each device requires its own state directory")
+            raise StateError(
+                f"{directory} is in use by another device, of this process or another, that is not closed; each device "
+                "requires its own state directory"
+            )
         self._lock = lock
         complete_erasure(self)
         with disk_errors(directory):
