@@ -323,7 +323,9 @@ def test_a_lost_checkpoint_is_named_with_run_and_way_back(store: Store, tmp_path
     files[0].unlink()
     assert sorted(said(path, quick=True)) == sorted(
         [
-            f"{lost}: no intact earlier checkpoint is kept, so restore a backup with `fleetdistill restore`",
+            f"{lost}: no intact earlier checkpoint is kept. Copy blobs/{states[1].hex()[:2]}/{states[1].hex()}"
+            ".safetensors of a backup that has it into the store and run `fleetdistill runs start digits`; or restore "
+            "a whole backup with `fleetdistill restore`",
             f"store: checkpoint {states[0].hex()} is missing; run 'digits' cannot be rolled back to round 1",
         ]
     )

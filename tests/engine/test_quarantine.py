@@ -244,9 +244,7 @@ def test_a_damaged_checkpoint_ends_the_engine_with_a_sentence(fleet: Fleet) -> N
     with pytest.raises(DamagedError, match=f"checkpoint {checkpoint.hex()} is damaged: its SHA-256 does not match"):
         fleet.run()
     path.unlink()
-    without = (
-        "is not in the store; no intact earlier checkpoint is kept, so restore a backup with `fleetdistill restore`"
-    )
+    without = rf"is not in the store; no intact earlier checkpoint is kept. Copy blobs/../{checkpoint.hex()}"
     with pytest.raises(DamagedError, match=f"checkpoint {checkpoint.hex()} {without}"):
         fleet.run()
 

@@ -16,6 +16,7 @@ from fleetdistill_server.service import run_changes, serve_lock
 from fleetdistill_server.store.operator_calls import BEGUN, Outcome
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.views.results import backed_up
 
 
 def values(collector: RunsCollector, name: str) -> dict[str, float]:
@@ -49,6 +50,7 @@ def test_the_newest_complete_backup_has_its_time(tmp_path: Path) -> None:
         (200.0, "BackUp", "failed: the disk is full"),
         (300.0, "BackUp", BEGUN),
         (400.0, "DeleteRun", Outcome().words),
+        (500.0, "BackUp", Outcome(text=backed_up(3, 9000, 2)).words),
     ):
         clock[0] = at
         store.operator_calls.add(local_call(call, {}), result)

@@ -338,7 +338,7 @@ def test_a_pause_ends_with_the_next_start_or_the_runs_need(service: Service, cod
     assert waits() == [], "a run that is paused waits for no engine"
 
 
-@pytest.mark.parametrize("done", ["a round", "an hour"])
+@pytest.mark.parametrize("done", ["a round", "a minute of waiting", "an hour"])
 def test_repeated_failures_are_told_until_there_is_progress(
     service: Service, monkeypatch: pytest.MonkeyPatch, done: str
 ) -> None:
@@ -353,6 +353,8 @@ def test_repeated_failures_are_told_until_there_is_progress(
     assert service.run().reason == f"the engine {waits()}: the engine exited with status 1"
     if done == "a round":
         service.store.runs.start_round(RUN, [])
+    elif done == "a minute of waiting":
+        service.store.run_control.begin_wait(RUN, 0)
     else:
         monkeypatch.setattr(engine_process, "STEADY_SECONDS", 0.0)
     service.look(None, 1)

@@ -135,5 +135,7 @@ def test_a_front_with_a_wrong_variable_says_so_and_ends(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == EXIT_CONFIGURATION
-    assert "OTEL_EXPORTER_OTLP_PROTOCOL is 'smoke-signals', expected one of grpc, http/protobuf" in done.stderr
+    assert "OTEL_EXPORTER_OTLP_PROTOCOL is 'smoke-signals', expected one of grpc, http/protobuf" in done.stdout, (
+        "what the supervisor logs"
+    )
     assert "Traceback" not in done.stderr

@@ -32,7 +32,7 @@ from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import runs as views
 
 DEVICES = ("a", "b")
-NOTHING_INTACT = "no intact earlier checkpoint is kept, so restore a backup with `fleetdistill restore`"
+NOTHING_INTACT = "no intact earlier checkpoint is kept. Copy blobs/7d/7d.safetensors, `fleetdistill runs start r`"
 
 
 def filled(rounds: int) -> Store:

@@ -22,6 +22,7 @@ from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views.health import disk_problems
 from fleetdistill_server.views.reading import Query, read
+from fleetdistill_server.views.results import backed_up
 from fleetdistill_server.views.server import OF_FORGOTTEN_CA, server
 
 DAY = 86_400.0
@@ -92,6 +93,21 @@ def test_devices_of_another_ca_are_a_warning(tmp_path: Path) -> None:
     assert warning.startswith(
         "7 devices cannot connect, with certificates of a CA that this PKI does not have (d0, d1,"
     )
+    store.close()
+
+
+def test_an_incomplete_backup_is_a_warning_until_a_complete_one(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+
+    def warnings(result: str) -> list[str]:
+        store.operator_calls.add(Call("local", "root", "BackUp"), result)
+        return list(server(store, tmp_path).facts["warnings"])
+
+    assert warnings(f"done: {backed_up(3, 9000, 0)}") == []
+    (warning,) = warnings(f"done: {backed_up(3, 9000, 2)}")
+    assert "is incomplete, with 2 payloads missing: keep the earlier ones" in warning
+    assert warnings("failed: the disk is full") == [warning]
+    assert warnings(f"done: {backed_up(3, 9000, 0)}") == []
     store.close()
 
 

@@ -59,7 +59,10 @@ WAIT_SECONDS = 10.0
 _WAITED = {EXIT_NO_SPACE: "disk space", EXIT_STORE_AWAY: "the database"}
 """What an engine waits for, by exit status; this is no failure."""
 _WORKS_SECONDS = 60.0
-"""Time for which an engine must run before it no longer waits; it may need the space only some time after its start."""
+"""Time for which an engine must run before it no longer waits; it may need the space only some time after its start.
+
+After this time, the engine of a run that waits for devices or its next round has got over its failures too.
+"""
 _TERMINATIONS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that come from outside, also from the kernel when memory is short; others come from a fault of the engine."""
 _MAX_START_SECONDS = 300.0
@@ -321,7 +324,12 @@ class EngineProcess:
             self._store.run_control.set_reason(self.run, self._reason(self._pause))
 
     def _is_steady(self) -> bool:
-        return time.monotonic() - self.child.started >= STEADY_SECONDS
+        """Returns whether the engine has worked for long, or a while for a run that has nothing to do."""
+        seconds = time.monotonic() - self.child.started
+        if seconds < _WORKS_SECONDS or seconds >= STEADY_SECONDS:
+            return seconds >= STEADY_SECONDS
+        run = self._store.runs.get(self.run)
+        return run is not None and run.waits_since is not None
 
     def _repeated_failures(self) -> str:
         """Returns what people are told of an engine that is started again; of a single failure nothing."""

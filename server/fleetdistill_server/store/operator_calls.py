@@ -143,7 +143,8 @@ class OperatorCalls:
 
     def last_backup(self) -> float | None:
         """Returns when the newest complete backup was made, in seconds since 1970; None if none was."""
-        at = self._db.value("SELECT max(at) FROM operator_calls WHERE call = 'BackUp' AND result LIKE 'done%'")
+        complete = "result LIKE 'done%' AND result NOT LIKE '%, with % missing'"  # as `views.results` writes it
+        at = self._db.value(f"SELECT max(at) FROM operator_calls WHERE call = 'BackUp' AND {complete}")
         return None if at is None else float(at)
 
     def newest(self, *, before: int | None, call: str, text: str, most: int) -> list[OperatorCall]:

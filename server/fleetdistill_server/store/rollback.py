@@ -78,7 +78,11 @@ def way_back(store: Store, run: str, lost: bytes) -> str:
     """
     left = [checkpoint for checkpoint in intact_checkpoints(store, run) if checkpoint.sha256 != lost]
     if not left:
-        return "no intact earlier checkpoint is kept, so restore a backup with `fleetdistill restore`"
+        file = f"blobs/{lost.hex()[:2]}/{lost.hex()}.safetensors"
+        return (
+            f"no intact earlier checkpoint is kept. Copy {file} of a backup that has it into the store and run "
+            f"`fleetdistill runs start {run}`; or restore a whole backup with `fleetdistill restore`"
+        )
     stop, back = f"`fleetdistill runs stop {run}`", f"`fleetdistill runs rollback {run} --to {left[-1].round}`"
     return f"{stop}, then {back} returns to the newest one before it"
 

@@ -6,7 +6,7 @@ import contextlib
 import platform
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted, when
 from fleetdistill_server.views.certificates import OWN, RENEWALS, validity_of
 from fleetdistill_server.views.health import failed_runs, problems
+from fleetdistill_server.views.results import missing_in
 from fleetdistill_server.views.runs import TableRow, View, shown_status
 
 __all__ = ["OF_FORGOTTEN_CA", "REVOKED"]
@@ -69,7 +70,11 @@ def server(store: Store, directory: Path) -> View:
     facts = {
         "problems": problems(store, directory),
         "failed_runs": failed_runs(store),
-        "warnings": [*(_warning(row) for row in certificates if _is_due(row)), *shut_out_devices(section, store)],
+        "warnings": [
+            *(_warning(row) for row in certificates if _is_due(row)),
+            *shut_out_devices(section, store),
+            *_incomplete_backup(lists["backups"]),
+        ],
         "serves": served_now is not None,
         "version": VERSION,
         "engines_at_once": 0 if served_now is None else served_now.engines,
@@ -217,6 +222,16 @@ def _backups(store: Store) -> list[TableRow]:
     calls = store.operator_calls.newest(before=None, call="BackUp", text="", most=_MOST)
     made = [call for call in calls if not call.is_refused][:_BACKUPS]
     return [{"at": when(call.at), "result": call.result.partition(": {")[0]} for call in made]
+
+
+def _incomplete_backup(backups: Sequence[TableRow]) -> Iterator[str]:
+    """Yields a sentence on the newest backup if payloads are missing in it."""
+    newest = next((row for row in backups if str(row["result"]).startswith("done")), None)
+    if newest is not None and (lacks := missing_in(str(newest["result"]))):
+        yield (
+            f"the newest backup, of {newest['at']}, is incomplete{lacks}: keep the earlier ones; "
+            "`fleetdistill doctor` names what the store has lost, and for which run"
+        )
 
 
 def _versions() -> list[TableRow]:
