@@ -11,6 +11,7 @@ SDK does not import this package.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -299,8 +300,7 @@ def _cut_short(fault: Fault | None, chunks: Iterator[AnyChunk]) -> Iterator[AnyC
 
 
 def _truncate(chunks: Iterator[AnyChunk], count: int, error: Exception) -> Iterator[AnyChunk]:
-    for _ in range(count):
-        yield next(chunks)
+    yield from itertools.islice(chunks, count)
     raise error
 
 

@@ -29,7 +29,7 @@ from support.devices import compute_of
 from support.open_device import open_device
 from support.processes import PATIENCE_SECONDS, wait_until
 
-from fleetdistill import COLUMNS
+from fleetdistill import COLUMNS, Device
 from fleetdistill.compute.light_compute import LightCompute, light_worker
 from fleetdistill.compute.light_models import unpack_variants
 from fleetdistill.data import Splits
@@ -68,6 +68,7 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
 from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.store.store import Store
+from fleetdistill_server.testing import MemoryServer
 
 ROOT = Path(__file__).parents[2]
 CHILD = ROOT / "tests/light/light_process.py"
@@ -544,6 +545,32 @@ def test_a_damaged_state_is_said_to_be(offered: Offered, space: ClassSpace) -> N
 
 
 # --- what it refuses
+
+
+@pytest.mark.parametrize("first", ["light", "torch"])
+def test_a_directory_of_the_other_kind_of_device_is_not_damaged(tmp_path: Path, first: str) -> None:
+
+    def device_of(kind: str, part: int) -> Device:
+        light = {"worker": light_worker(digits(part))}
+        torch_ = {"model": build_model("digits_linear"), "data": digits(part)}
+        return open_device(server=server.link(), state_dir=tmp_path, **(light if kind == "light" else torch_))
+
+    def turns(device: Device) -> None:
+        device.replace_data()  # so that the run asks
+        for _ in range(20):
+            device.step(0)
+
+    settings = {
+        "run": {"name": RUN, "method": "classstats", "rounds": 0, "min_devices": 1},
+        "contract": {"classes": CLASSES, "input_shape": list(SHAPE)},
+    }
+    with MemoryServer(settings) as server:
+        with device_of(first, 0) as device:
+            turns(device)
+            assert device.version == 1
+        kind, other = ("without", "torch") if first == "light" else ("with", "light")
+        with device_of(other, 1) as device, pytest.raises(ModelError, match=f"is that of a device {kind} PyTorch"):
+            turns(device)
 
 
 def test_it_wants_the_extractor_alone(offered: Offered) -> None:

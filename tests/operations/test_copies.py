@@ -51,6 +51,14 @@ def test_remote_export_gives_same_model_as_on_server_machine(played: Played, tmp
     assert not list(tmp_path.glob("*.receiving"))
 
 
+@pytest.mark.parametrize("run", ["no\0such", "../x"])
+def test_an_export_of_what_is_no_name_is_refused(played: Played, tmp_path: Path, run: str) -> None:
+    """No process is started with it as an argument."""
+    text = said("export", run, "--out", str(tmp_path / "m.onnx"), *played.there("operator"), code=1)
+    assert "must be" in text
+    assert "the export failed" not in text
+
+
 def test_only_operators_copy(played: Played, tmp_path: Path) -> None:
     assert "may not back up the store" in said("backup", str(tmp_path / "copy"), *played.there(), code=1)
     assert "may not export a model" in said("export", RUN, "--out", str(tmp_path / "m.onnx"), *played.there(), code=1)

@@ -90,6 +90,7 @@ def test_each_step_may_run_in_another_thread(tmp_path: Path) -> None:
         lost_reply("next_ask", 2),
         lost_reply("upload"),
         cut("download", 0),
+        cut("download", 9),  # all chunks have come then, but not the end of the stream
         refused("upload", "no-space"),
         *(
             pytest.param(fault, marks=pytest.mark.long)

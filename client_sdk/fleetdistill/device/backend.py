@@ -22,7 +22,7 @@ from fleetdistill.models.torch_model import TorchModel
 from fleetdistill.state import failpoints
 from fleetdistill.state.outbox import Pending
 from fleetdistill.state.sample_ids import SampleIds
-from fleetdistill.state.state_check import STATES, damaged_states
+from fleetdistill.state.state_check import STATES, damaged_states, is_light
 from fleetdistill.state.weights import keep_weights, load_state, with_weights, without_weights
 from fleetdistill.wire.codec import Payload, decode
 from fleetdistill.wire.v1 import contract_pb2
@@ -325,6 +325,12 @@ class Backend:
             )
         except StateError as error:
             damaged = damaged_states(self._parts.storage)  # nothing if the worker's format is unknown
+            if not damaged and is_light(saved) != is_light(compute.state()):
+                raise ModelError(
+                    f"the saved state is that of a device {'without' if is_light(saved) else 'with'} PyTorch: use that "
+                    "kind again, or call device.forget(), which has the server delete what this device sent, and "
+                    "start again"
+                ) from error
             reason = str(error).removeprefix("the saved state is damaged: ")
             raise self._damaged_state(damaged or {STATES[0]: reason}) from error
 

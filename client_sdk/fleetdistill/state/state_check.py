@@ -42,6 +42,11 @@ def _has_checksum(data: bytes) -> bool:
     return data.startswith(_ZIP) or (data[8:9] == _SAFETENSORS and b"crc32c" in data)
 
 
+def is_light(data: bytes) -> bool:
+    """Returns whether a state file is that of a device without PyTorch."""
+    return data.startswith(_ZIP)
+
+
 def damage_of(data: bytes) -> str:
     """Returns what is damaged in a state file with checksums, or an empty text."""
     try:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fleetdistill.errors import ConfigurationError, DamagedError, RefusedError, RunError
+from fleetdistill.names import NAME_RULE, is_name
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import operations_pb2
 from fleetdistill_server.service import run_changes
@@ -170,6 +171,8 @@ def make_export(directory: Path, run: str, ended: threading.Event, folder: Path)
     Raises:
         RefusedError: The run does not exist or has no model to export, or the export takes too long.
     """
+    if not is_name(run):  # which no argument of a process may be, with a zero byte in it
+        raise RefusedError(Code.BAD_MESSAGE, f"run is {run[:70]!r}, must be {NAME_RULE}")
     path = folder / "model.onnx"
     command = [sys.executable, "-m", "fleetdistill_server.engine.export_process", str(directory), run, str(path)]
     try:
