@@ -56,7 +56,7 @@ def upload_messages(random: Random, specimen: Specimen) -> tuple[knowledge_pb2.P
     if random.random() < 0.7:  # somebody who knows how sizes are counted and digests are made
         header.data_bytes = min(places[-1].stop if places else 0, (1 << 64) - 1)
         header.sha256 = digest(header.parts, iter([data]))
-    chunks = _chunks(random, places, data)
+    chunks = _chunks(random, data)
     return header, _disturbed(random, chunks) if random.random() < 0.4 else chunks
 
 
@@ -79,14 +79,12 @@ def _slots(header: knowledge_pb2.PayloadHeader) -> tuple[Slot, ...]:
 
 def hostile_chunks(random: Random, header: knowledge_pb2.PayloadHeader, data: bytes, rate: float) -> list[Chunk]:
     """The chunks of a download, disturbed now and then."""
-    chunks = _chunks(random, _slots(header), data, [1 << 20] if len(data) > 1 << 14 else [1 << 20, 640])
+    chunks = _chunks(random, data, [1 << 20] if len(data) > 1 << 14 else [1 << 20, 640])
     return _disturbed(random, chunks) if random.random() < 0.2 * rate else chunks
 
 
-def _chunks(
-    random: Random, places: tuple[Slot, ...], data: bytes, sizes: Sequence[int] = (1 << 20, 64, 7)
-) -> list[Chunk]:
-    """The data cut as the header's tensors say, as far as the data go."""
+def _chunks(random: Random, data: bytes, sizes: Sequence[int] = (1 << 20, 64, 7)) -> list[Chunk]:
+    """The data cut into pieces of one size."""
     size = random.choice(sizes)
     cut = [(start, data[start : start + size]) for start in range(0, len(data), size)]
     return [Chunk(offset=start, data=piece, crc32c=google_crc32c.value(piece)) for start, piece in cut]

@@ -148,7 +148,9 @@ class Liar:
         return self.word(service_pb2.UploadResponse(receipt=receipt))
 
     def download(self, sha256: bytes) -> Iterator[service_pb2.DownloadResponse]:
-        """A payload, or any other where there is none of this digest."""
+        """A payload, or any other where there is none of this digest; refused while there is none at all."""
+        if not self._payloads:
+            raise RefusedError(Code.NOT_FOUND, "no payload")
         header, data = self._payloads.get(sha256) or self.random.choice(list(self._payloads.values()))
         yield self.word(service_pb2.DownloadResponse(header=header))
         for chunk in hostile_chunks(self.random, header, data, self.rate):
