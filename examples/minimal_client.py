@@ -96,14 +96,12 @@ class Device:
             tensor.data, data = data[:size], data[size:]
         return {part.name: getattr(part, part.WhichOneof("kind")) for part in parts.parts}
 
-    def messages(self, header, data, start=0):
+    def messages(self, header, data):
         yield service.UploadRequest(header=header)
-        for number, (_, size) in enumerate(tensors_in(header.payload.parts)):
-            for at in range(max(start, header.first_byte), start + size, 1 << 20):
-                piece = data[at : min(at + (1 << 20), start + size)]
-                chunk = {"tensor": number, "offset": at - start, "data": piece, "crc32c": google_crc32c.value(piece)}
-                yield service.UploadRequest(chunk=chunk)
-            start += size
+        for at in range(header.first_byte, len(data), 1 << 20):
+            piece = data[at : at + (1 << 20)]
+            chunk = {"offset": at, "data": piece, "crc32c": google_crc32c.value(piece)}
+            yield service.UploadRequest(chunk=chunk)
 
     def upload(self, header):
         """Sends an answer, whose tensors have their data, until it has a receipt or its ask is closed."""

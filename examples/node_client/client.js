@@ -146,7 +146,7 @@ class Device {
       const done = (error, response) => (error ? reject(error) : resolve(response));
       const call = this.client.makeClientStreamRequest(at, serialize, deserialize, this.options(3600), done);
       call.write({ header: { ...header, identity: this.identity, first_byte: firstByte } });
-      for (const chunk of wire.chunks(header.payload.parts, data, firstByte)) call.write({ chunk });
+      for (const chunk of wire.chunks(data, firstByte)) call.write({ chunk });
       call.end();
     });
   }

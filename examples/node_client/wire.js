@@ -79,15 +79,11 @@ function packed(parts) {
   return { header: data.length ? { ...header, data_bytes: data.length } : header, data };
 }
 
-// Yields the chunks of a payload from a byte on.
-function* chunks(parts, data, firstByte) {
-  let start = 0;
-  for (const [tensor, size] of tensorsIn(parts, type("Parts")).map(sizeOf).entries()) {
-    for (let at = Math.max(start, firstByte); at < start + size; at += CHUNK_BYTES) {
-      const piece = data.subarray(at, Math.min(at + CHUNK_BYTES, start + size));
-      yield { tensor, offset: at - start, data: piece, crc32c: crc32c(piece) };
-    }
-    start += size;
+// Yields the chunks of a payload's data from a byte on.
+function* chunks(data, firstByte) {
+  for (let at = firstByte; at < data.length; at += CHUNK_BYTES) {
+    const piece = data.subarray(at, at + CHUNK_BYTES);
+    yield { offset: at, data: piece, crc32c: crc32c(piece) };
   }
 }
 

@@ -676,7 +676,7 @@ def test_server_with_a_new_store_is_no_lost_contact(fleet: Fleet, tmp_path: Path
     with make_device(fleet, tmp_path, events, link=link, clock=clock) as device:
         device.tick()
         events.clear()
-        link._api = Fleet().api
+        MemoryLink.__init__(link, Fleet().api)  # as if its address led to another server
         for _ in range(4):
             device.tick()
             clock.advance(1)
