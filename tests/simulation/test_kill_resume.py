@@ -21,8 +21,8 @@ from fleetdistill_server.store.store import Store
 pytestmark = pytest.mark.slow
 
 ENGINE, FRONT = "fleetdistill_server.engine", "fleetdistill_server.front"
-ROUNDS, DEVICES, PROCESSES = 4, 3, 2
-# So many local epochs that a round lasts long enough to be met in its middle.
+ROUNDS, DEVICES, PROCESSES = 8, 3, 2
+# So many local epochs that a round lasts long enough to be met in its middle, and rounds to spare if one is missed.
 FLEET = Simulation(
     method="feddkc",
     devices=DEVICES,
