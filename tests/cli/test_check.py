@@ -30,6 +30,7 @@ from fleetdistill_server.config.run_config import RunConfig, load_run_config, ru
 from fleetdistill_server.config.section import as_toml
 from fleetdistill_server.config.server_config import RUN_SECTIONS, SETTINGS
 from fleetdistill_server.engine.contract import pace_warning
+from fleetdistill_server.engine.preflight import range_warnings
 from fleetdistill_server.security.pki import SERVER
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.service.registration import register
@@ -139,6 +140,18 @@ def test_what_a_pretrained_extractor_does_is_told(tmp_path: Path) -> None:
     assert said[3].startswith("warning: the images are smaller than the 224x224 of the weights")
     assert said[4].startswith("warning: the images are larger than the 224x224 of the weights")
     assert said[5] == "warning: [evaluation] data has values in [255, 255], but the extractor needs images in [0, 1]"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "is_told"), [(0, 1, False), (-1, 1, True), (-0.01, 0.5, True), (0, 1.01, True)]
+)
+def test_images_outside_the_unit_range_are_told(tmp_path: Path, low: float, high: float, is_told: bool) -> None:
+    path = write(tmp_path, run_method="classstats", run_rounds=1, model_extractor="torchvision:shufflenet_v2_x0_5")
+    inputs = np.full((10, 1, 8, 8), high, np.float32)
+    inputs[0] = low
+    np.savez(tmp_path / "pictures.npz", inputs=inputs, labels=np.arange(10))
+    path.write_text(f"{path.read_text()}\n[evaluation]\ndata = '{tmp_path / 'pictures.npz'}'")
+    assert bool(range_warnings(load_run_config(path))) == is_told
 
 
 def weights_file(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import threading
@@ -466,3 +467,10 @@ def assert_silent(said: str, tokens: list[str], secrets: list[bytes], kept: Cred
     for key in keys:
         assert key.splitlines()[1].decode() not in said
     assert kept.key.decode() not in repr(kept)
+
+
+@pytest.mark.parametrize(("port", "is_valid"), [(0, False), (1, True), (65_535, True), (65_536, False)])
+def test_a_token_names_a_port_that_exists(port: int, is_valid: bool) -> None:
+    token = write_token(enrolment_pb2.EnrolmentToken(secret=bytes(32), port=port, ca=b"ca"))
+    with contextlib.nullcontext() if is_valid else pytest.raises(ConfigurationError, match="token is invalid"):
+        assert read_token(token).port == port

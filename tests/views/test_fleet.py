@@ -75,6 +75,12 @@ def test_classes_are_of_the_training_data_where_it_is_known(store: Store) -> Non
     assert fleet.classes(store, RUN).lists["devices"] == [{"device": "a", "split": "test", "counts": {"1": 4}}]
 
 
+def test_only_an_accuracy_tells_the_samples_of_a_class(store: Store) -> None:
+    loss = Metric(name="loss", split="train", sum=1, count=9, by_class=[ClassCount(label=7, sum=1, count=9)])
+    store.history.add_figures(RUN, 1, "a", Metrics(metrics=[loss]))
+    assert fleet.classes(store, RUN).lists["devices"] == [{"device": "a", "split": "train", "counts": {"0": 5, "1": 2}}]
+
+
 def test_events_of_a_device_are_counted_and_listed_in_order(store: Store) -> None:
     for count, kind in enumerate(("late", "declined", "refused"), start=1):
         for number in range(count):

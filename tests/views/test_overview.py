@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from fleetdistill.knowledge import Metric, Metrics
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.views import overview
 
@@ -41,6 +42,17 @@ def test_the_time_left_is_that_of_the_newest_completed_rounds(store: Store) -> N
 def test_a_run_without_an_end_or_a_round_has_no_time_left(store: Store) -> None:
     store.runs.begin("endless", {"run": {"name": "endless", "method": "feddkc", "rounds": 0}})
     assert [row["seconds_left"] for row in overview.overview(store).lists["runs"]] == [None, None]
+
+
+def test_the_accuracy_is_that_of_the_last_round_that_has_one(store: Store) -> None:
+    for correct in (2, 4, None):
+        number = store.runs.start_round("r", ["a"])
+        if correct is not None:
+            metric = Metric(name="accuracy", split="test", sum=correct, count=10)
+            store.history.add_figures("r", number, "a", Metrics(metrics=[metric]))
+        store.runs.close_round("r", number, b"", [], {})
+    (glance,) = overview.overview(store).lists["runs"]
+    assert glance["test_accuracy"] == 0.4
 
 
 def test_a_page_of_events_says_whether_there_are_older_ones(store: Store) -> None:

@@ -183,6 +183,24 @@ def test_a_round_has_its_own_figures() -> None:
     }
 
 
+def test_models_that_were_kept_are_told_from_those_replaced() -> None:
+    store = Store.in_memory()
+    store.runs.begin("r", {"run": {"name": "r", "method": "feddkc", "rounds": 2}})
+    for replaced in (False, True):
+        number = store.runs.start_round("r", DEVICES)
+        for device in DEVICES:
+            store.history.add_figures("r", number, device, figures(1, replaced=replaced and device == "a"))
+        store.runs.close_round("r", number, b"", [], {})
+    facts = views.run(store, "r").facts
+    assert (facts["models_kept"], facts["models_replaced"]) == (3, 1)
+
+
+def test_all_events_are_counted_where_only_the_newest_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(views, "MAX_EVENTS", 2)
+    view = views.run(filled(2), "r")  # 1 + 2 guards
+    assert (len(view.lists["events"]), view.facts["events_in_all"]) == (2, 3)
+
+
 def test_a_device_has_its_own_figures_and_the_last_accuracy() -> None:
     a, b = views.devices(filled(2), "r").lists["devices"]
     assert (a["test_accuracy"], b["test_accuracy"]) == pytest.approx((0.2, 0.4))
