@@ -232,18 +232,28 @@ def test_bytes_are_limited_per_day_and_answer_resumes_next_day(tmp_path: Path) -
     assert all(1500 <= count < 1500 + MAX_MESSAGE + 1500 / 20 for count in used), used
 
 
-def test_check_in_over_the_budget_of_a_day_is_named(tmp_path: Path) -> None:
-    clock, link = ManualClock(time=MORNING), LyingLink()
-    device, events = device_at(link, tmp_path, budgets=Budgets(bytes_per_day=20), clock=clock)
+def last_wait(tmp_path: Path, bytes_per_day: int) -> str:
+    """What a device waits for after three days with this budget."""
+    clock = ManualClock(time=MORNING)
+    device, events = device_at(LyingLink(), tmp_path, budgets=Budgets(bytes_per_day=bytes_per_day), clock=clock)
     with device:
         for _ in range(100_000):
             if clock.now() > 3 * DAY:
                 break
             device.step()
-    text = events.texts("waiting")[-1]
-    found = re.match(r"one check-in alone has (\d+) bytes, more than bytes_per_day \(20\); raise the budget", text)
-    assert found, text
-    assert int(found[1]) > 20
+    return events.texts("waiting")[-1]
+
+
+def test_check_in_over_the_budget_of_a_day_is_named(tmp_path: Path) -> None:
+    text = "one check-in alone has {} bytes, more than bytes_per_day ({}); raise the budget; the device waits"
+    said = last_wait(tmp_path / "small", 20)
+    found = re.search(r"has (\d+) bytes", said)
+    assert found, said
+    size = int(found[1])
+    assert size > 20
+    assert said == text.format(size, 20)
+    assert last_wait(tmp_path / "less", size - 1) == text.format(size, size - 1)
+    assert last_wait(tmp_path / "enough", size) == f"bytes_per_day ({size}) is used up until midnight; the device waits"
 
 
 def test_answer_over_the_budget_of_a_day_is_declined_at_once(tmp_path: Path) -> None:

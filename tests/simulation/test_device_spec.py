@@ -10,9 +10,19 @@ from fleetdistill_lab.simulation.spec.hostile import ATTACKS, flip
 
 
 @pytest.mark.parametrize(("every", "scored"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (9, [5])])
-def test_a_device_is_scored_at_intervals_and_after_the_last_round(every: int, scored: list[int]) -> None:
-    files = {"data_file": "d", "test_file": "t", "state_dir": "s"}
-    spec = DeviceSpec(name="d", model="m", seed=0, classes=2, run="r", score_every=every, last_round=5, **files)
+def test_a_device_is_scored_at_intervals_and_at_the_end(every: int, scored: list[int]) -> None:
+    spec = DeviceSpec(
+        name="d",
+        model="m",
+        seed=0,
+        classes=2,
+        data_file="d",
+        test_file="t",
+        state_dir="s",
+        run="r",
+        score_every=every,
+        last_round=5,
+    )
     assert [number for number in range(1, 6) if spec.is_scored(number)] == scored
 
 
