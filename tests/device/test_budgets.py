@@ -232,6 +232,23 @@ def test_bytes_are_limited_per_day_and_answer_resumes_next_day(tmp_path: Path) -
     assert all(1500 <= count < 1500 + MAX_MESSAGE + 1500 / 20 for count in used), used
 
 
+@pytest.mark.parametrize("bytes_per_day", range(400, 2400, 100))
+def test_no_ask_is_left_open_by_a_budget_until_midnight(tmp_path: Path, bytes_per_day: int) -> None:
+    """Wherever the budget ends, in a download, the work or an upload: the deadline is long before midnight."""
+    clock = ManualClock(time=MORNING)
+    link = LyingLink(*(ask(round=number, deadline_seconds=600) for number in range(1, 30)))
+    device, events = device_at(link, tmp_path, budgets=Budgets(bytes_per_day=bytes_per_day), clock=clock)
+    with device:
+        for _ in range(100):
+            if events.texts("waiting"):
+                break
+            device.step()
+        asked = {event.round for event in events if event.kind == "ask"}
+        answered = {event.round for event in events if event.kind == "answered"}
+        assert events.texts("waiting")
+        assert asked - answered == {declined.round for declined in link.declined}
+
+
 def last_wait(tmp_path: Path, bytes_per_day: int) -> str:
     """What a device waits for after three days with this budget."""
     clock = ManualClock(time=MORNING)

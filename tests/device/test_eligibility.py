@@ -295,6 +295,25 @@ def test_interrupted_ask_is_answered_later_with_equal_result(tmp_path: Path) -> 
     assert link.left == 1, "while it owed an answer it did not leave"
 
 
+@pytest.mark.parametrize("kind", ["answered", "delivered", "exported"])
+@pytest.mark.parametrize("end", ["stop", "close"])
+def test_a_device_stopped_after_its_receipt_leaves(kind: str, end: str, tmp_path: Path) -> None:
+    """What the app gets of the answer is completed at the next start: the run waits for nothing."""
+    link = LyingLink(*(ask(round=number) for number in range(1, 4)))
+    calls = []
+
+    def on_event(event: Event) -> None:
+        if event.kind == kind and not calls:
+            calls.append(kind)
+            getattr(device, end)()
+
+    device, _ = device_at(link, tmp_path, export="round", on_event=on_event)
+    with device:
+        device.run()
+    assert calls
+    assert (len(link.uploads), link.left) == (1, 1)
+
+
 class Flipping:
     """Probe of a device that is not eligible once during each ask, at a random one of its first checks.
 

@@ -169,18 +169,15 @@ class AskHandler:
             with self._parts.spans.ask(run=run, round=ask.round, device=device, step=ask.step):
                 return self._answer(ask, terms)
         except WorkInterrupted as reason:
-            if self._can_resume(ask, reason, self._parts.clock.now() - began):
+            if reason.seconds is None or reason.seconds < ask.deadline_seconds - (self._parts.clock.now() - began):
+                raise  # it may end before the deadline
+            if self._storage.outbox.pending() is not None:  # it stays there until the server refuses it
+                self._sender.decline(ask.round, ask.step, ask.step_number, reason, terms)
                 raise
             return self._decline(ask, reason, terms)
         except FleetDistillError:
             self._failed = _name_of(ask)
             raise
-
-    def _can_resume(self, ask: service_pb2.Ask, reason: WorkInterrupted, elapsed: float) -> bool:
-        """Returns whether interrupted work may end before the ask's deadline; an answer in the outbox is kept."""
-        if reason.seconds is None or self._storage.outbox.pending() is not None:
-            return True
-        return reason.seconds < ask.deadline_seconds - elapsed
 
     def _answer(self, ask: service_pb2.Ask, terms: service_pb2.CheckInResponse) -> tuple[Step, float]:
         with self._sender.heartbeats(terms):

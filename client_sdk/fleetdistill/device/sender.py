@@ -12,7 +12,7 @@ from fleetdistill.device.consent import ColumnWithdrawn
 from fleetdistill.device.deployer import Deployer
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.device.private import hides_rows, reason_to_send
-from fleetdistill.errors import FleetDistillError, LinkError, NoRoomError, RefusedError
+from fleetdistill.errors import FleetDistillError, LinkError, NoRoomError, RefusedError, WorkInterrupted
 from fleetdistill.link.terms import heartbeat_interval, known_compression, plain
 from fleetdistill.state import failpoints
 from fleetdistill.state.outbox import Outcome, Pending
@@ -80,7 +80,8 @@ class Sender:
         except NoRoomError as full:
             self._backend.forget_state()  # the next step continues from what is on the disk
             raise LinkError(f"round {pending.round}: the server's reply cannot be stored: {full}") from full
-        self.emit_outcome()
+        with contextlib.suppress(WorkInterrupted):  # the ask is over: the next turn completes what the app gets
+            self.emit_outcome()
         return bool(outcome.receipt)
 
     def _commit(self, outcome: Outcome) -> None:
