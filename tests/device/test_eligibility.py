@@ -300,7 +300,7 @@ def test_interrupted_ask_is_answered_later_with_equal_result(tmp_path: Path) -> 
 def test_a_device_stopped_after_its_receipt_leaves(kind: str, end: str, tmp_path: Path) -> None:
     """What the app gets of the answer is completed at the next start: the run waits for nothing."""
     link = LyingLink(*(ask(round=number) for number in range(1, 4)))
-    calls = []
+    calls: list[str] = []
 
     def on_event(event: Event) -> None:
         if event.kind == kind and not calls:
