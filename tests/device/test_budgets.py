@@ -232,7 +232,7 @@ def test_bytes_are_limited_per_day_and_answer_resumes_next_day(tmp_path: Path) -
     assert all(1500 <= count < 1500 + MAX_MESSAGE + 1500 / 20 for count in used), used
 
 
-@pytest.mark.parametrize("bytes_per_day", range(400, 2400, 100))
+@pytest.mark.parametrize("bytes_per_day", range(1900, 4100, 200))
 def test_no_ask_is_left_open_by_a_budget_until_midnight(tmp_path: Path, bytes_per_day: int) -> None:
     """Wherever the budget ends, in a download, the work or an upload: the deadline is long before midnight."""
     clock = ManualClock(time=MORNING)
@@ -245,8 +245,11 @@ def test_no_ask_is_left_open_by_a_budget_until_midnight(tmp_path: Path, bytes_pe
             device.step()
         asked = {event.round for event in events if event.kind == "ask"}
         answered = {event.round for event in events if event.kind == "answered"}
+        assert asked
         assert events.texts("waiting")
         assert asked - answered == {declined.round for declined in link.declined}
+        device.step()
+        assert link.left == 1, "no later round waits for it"
 
 
 def last_wait(tmp_path: Path, bytes_per_day: int) -> str:

@@ -171,10 +171,7 @@ class AskHandler:
         except WorkInterrupted as reason:
             if reason.seconds is None or reason.seconds < ask.deadline_seconds - (self._parts.clock.now() - began):
                 raise  # it may end before the deadline
-            if self._storage.outbox.pending() is not None:  # it stays there until the server refuses it
-                self._sender.decline(ask.round, ask.step, ask.step_number, reason, terms)
-                raise
-            return self._decline(ask, reason, terms)
+            return self._decline(ask, reason, terms)  # an answer in the outbox stays until the server has refused it
         except FleetDistillError:
             self._failed = _name_of(ask)
             raise

@@ -78,6 +78,7 @@ class Turns:
         self._stopped = stopped
         self._gate = EligibilityGate(parts.permission, parts.events, parts.link, stopped, self.leave)
         self._ask_interrupted = False  # whether the work on the last ask is done again later
+        self._ask_declined = False  # whether the server does not wait for an answer to the last ask
         self._over = False  # whether the app knows that the run is over
         self._asks_since: float | None = None  # when the device first asked for work that there was none of
         self._polling = threading.Lock()  # held while the state of a request for work changes
@@ -126,7 +127,7 @@ class Turns:
         if self._check_in.terms is None or self._ask_interrupted:
             return False
         with contextlib.suppress(FleetDistillError):
-            if self._parts.storage.outbox.pending() is not None:
+            if not self._ask_declined and self._parts.storage.outbox.pending() is not None:
                 return False
             self._parts.link.leave(self._parts.identity)
         return True
@@ -202,16 +203,18 @@ class Turns:
             self._events.emit_no_work()
 
     def _handle(self, response: service_pb2.NextAskResponse, terms: service_pb2.CheckInResponse) -> tuple[Step, float]:
-        self._ask_interrupted = False  # the server offers an interrupted ask again, or has closed it
+        self._ask_interrupted = self._ask_declined = False  # the server offers an interrupted ask again, or closed it
         self._over = self._over and response.HasField("finished")  # an operator can continue a finished run
         match response.WhichOneof("next"):
             case "ask":
                 self._events.emit_reason("")
                 try:
-                    return self._handler.handle(response.ask, terms)
+                    result = self._handler.handle(response.ask, terms)
                 except (WorkInterrupted, KeyboardInterrupt):
                     self._ask_interrupted = True
                     raise
+                self._ask_declined = result[0] is Step.DECLINED
+                return result
             case "finished":
                 self._finish(response.finished)
                 return Step.FINISHED, 0.0

@@ -21,7 +21,7 @@ from fleetdistill_server.intake.memory_link import SharedLink
 
 
 class HeldLink(SharedLink):
-    """An in-memory link that holds back a device's answer while the device is at work in simulated time.
+    """An in-memory link that holds back an answer while the device, which does not know for how long, is at work.
 
     Args:
         api: Server side of the device API.
@@ -48,7 +48,7 @@ class HeldLink(SharedLink):
     def _check_finished(self, device: str, name: service_pb2.UploadName) -> None:
         seconds = self._seconds_left(device, name.round, name.step_number)
         if seconds > 0:
-            raise Hold("simulated work", f"the device works for {seconds:g} more simulated seconds", seconds).error()
+            raise Hold("simulated work", f"the device works for {seconds:g} more simulated seconds").error()
 
 
 class Timing:
