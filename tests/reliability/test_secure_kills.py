@@ -5,7 +5,6 @@ One run has no noise and a refined head, the other noise and keys that certifica
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -15,7 +14,7 @@ import pytest
 from reliability.summing_run import CLASSES, DIMENSIONS, PRIVATE_SUMS, SUMS, rows_of
 from support.fleets import assert_no_upload_lost
 from support.long import long_except
-from support.processes import PATIENCE_SECONDS
+from support.processes import wait_until
 from support.small_run import FRAGILE, Place, SmallRun, small_run, store_of
 
 from fleetdistill.methods.classstats_private.sums import to_wire
@@ -155,25 +154,21 @@ class EachStep(Sequence[str]):
     def __getitem__(self, life: int | slice) -> str | Sequence[str]:
         if self._aim is not None:
             self._died.add(self._aim)
-        step = STEPS[0] if life == 0 else self._wait_for_step()
+        (step,) = STEPS[:1] if life == 0 else wait_until(self._unanswered_step, "a step to begin, or the end")
         left = [point for point in self._points if (point, step) not in self._died]
         point = left[0] if left else self._points[-1]  # after which an answer is there
         self._aim = (point, step) if step else None
         return f"{point}=kill"
 
-    def _wait_for_step(self) -> str:
-        """Waits until answers to the last step are missing; returns its name, or nothing once the run is over."""
-        for _ in range(round(PATIENCE_SECONDS / 0.01)):
-            with store_of(self._place) as store:
-                asks = store.asks.of_run(RUN)
-                last = max((ask.step_number for ask in asks), default=0)
-                missing = [ask for ask in asks if ask.step_number == last and ask.status == AskStatus.OPEN]
-                if any(ask.device in self._devices for ask in missing):
-                    return missing[0].step
-                if store.runs.existing(RUN).status == "finished":
-                    return ""
-            time.sleep(0.01)
-        raise AssertionError("no step begins, and the run does not end")
+    def _unanswered_step(self) -> list[str]:
+        """The name of the last step if answers to it are missing, an empty one once the run is over, else nothing."""
+        with store_of(self._place) as store:
+            asks = store.asks.of_run(RUN)
+            last = max((ask.step_number for ask in asks), default=0)
+            missing = [ask for ask in asks if ask.step_number == last and ask.status == AskStatus.OPEN]
+            if any(ask.device in self._devices for ask in missing):
+                return [missing[0].step]
+            return [""] if store.runs.existing(RUN).status == "finished" else []
 
 
 EACH = {

@@ -91,6 +91,13 @@ def ask(store: Store, device: str, run: str = RUN) -> None:
 # --- the device of an app
 
 
+@pytest.mark.parametrize(("port", "is_valid"), [(0, False), (1, True), (65_535, True), (65_536, False)])
+def test_a_token_names_a_port_that_exists(port: int, is_valid: bool) -> None:
+    token = write_token(enrolment_pb2.EnrolmentToken(secret=bytes(32), port=port, ca=b"ca"))
+    with contextlib.nullcontext() if is_valid else pytest.raises(ConfigurationError, match="token is invalid"):
+        assert read_token(token).port == port
+
+
 def test_device_enrols_takes_part_and_returns_without_token(service: Service, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(service.token() + "\n")
@@ -467,10 +474,3 @@ def assert_silent(said: str, tokens: list[str], secrets: list[bytes], kept: Cred
     for key in keys:
         assert key.splitlines()[1].decode() not in said
     assert kept.key.decode() not in repr(kept)
-
-
-@pytest.mark.parametrize(("port", "is_valid"), [(0, False), (1, True), (65_535, True), (65_536, False)])
-def test_a_token_names_a_port_that_exists(port: int, is_valid: bool) -> None:
-    token = write_token(enrolment_pb2.EnrolmentToken(secret=bytes(32), port=port, ca=b"ca"))
-    with contextlib.nullcontext() if is_valid else pytest.raises(ConfigurationError, match="token is invalid"):
-        assert read_token(token).port == port
