@@ -16,7 +16,7 @@ from fleetdistill.data.splits import Splits
 from fleetdistill.deployment.batch import range_of
 from fleetdistill.deployment.quantization import CheckData, check_data_of
 from fleetdistill.deployment.settings import Deployment
-from fleetdistill.errors import DataError
+from fleetdistill.errors import DataError, ExportError
 from fleetdistill.knowledge import Array, Metric, Metrics
 from fleetdistill.methods.base import Answer
 from fleetdistill.replacement import REPLACED, SPLIT, Replacement, judge, picked
@@ -259,13 +259,15 @@ class DeliveringCompute(Compute, Generic[Model]):
     def export(self, path: Path, number: int) -> OnnxReport:
         """Writes the delivered models as ONNX and compares each with this backend on the device's own samples.
 
-        If there are several variants, each is `VARIANT.onnx`, and `path` is a copy of the one in use.
+        If there are several variants, each is `VARIANT.onnx`, and `path` is a copy of the one in use. One that is not
+        in use and cannot be exported is left out.
 
         Returns:
-            Report on the file at `path`, with the largest difference over all variants.
+            Report on the file at `path`, with the largest difference over all variants, and the variants left out.
 
         Raises:
-            ExportError: A package is not installed, or a file does not give the same outputs as its model.
+            ExportError: A package is not installed, or the model in use cannot be exported or its file gives other
+                outputs.
         """
         metadata = {
             "run": self.contract.run,
@@ -278,13 +280,18 @@ class DeliveringCompute(Compute, Generic[Model]):
         in_use = self.delivered_model()
         if len(self._delivered) == 1:
             return self._export(in_use, path, metadata)
-        reports = {
-            name: self._export(model, path.with_name(f"{name}.onnx"), {**metadata, "answer": name})
-            for name, model in self._delivered.items()
-        }
+        reports: dict[str, OnnxReport] = {}
+        failures: dict[str, ExportError] = {}
+        for name, model in self._delivered.items():
+            try:
+                reports[name] = self._export(model, path.with_name(f"{name}.onnx"), {**metadata, "answer": name})
+            except ExportError as error:
+                if name == self._in_use:
+                    raise
+                failures[name] = error
         copy_onnx(reports[self._in_use].path, path)
         largest = max(report.max_difference for report in reports.values())
-        return replace(reports[self._in_use], path=path, max_difference=largest)
+        return replace(reports[self._in_use], path=path, max_difference=largest, failures=failures)
 
     @abstractmethod
     def _export(self, model: Model, path: Path, metadata: Mapping[str, str]) -> OnnxReport:

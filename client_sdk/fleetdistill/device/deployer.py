@@ -248,6 +248,8 @@ class Deployer:
         difference += report.max_difference  # int8 to float to the model
         report = replace(report, path=path, bytes=path.stat().st_size, max_difference=difference)
         self._events.emit_exported(report, version)
+        for name, error in report.failures.items():
+            self._events.emit_variant_not_exported(name, version, error)
         return made
 
     def _share_weights(self, compute: Compute, variants: Sequence[Path]) -> None:

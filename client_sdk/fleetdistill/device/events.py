@@ -236,26 +236,33 @@ class Events:
         """Emits and logs that a delivered model could not be copied for the app."""
         text = f"version {version.number} of the model could not be copied: {_describe(error)}"
         text += "; predictions go on with the previous copy, and the next delivery tries again"
-        self.emit("not-copied", version.round, text, self._noted(version, error))
+        self._emit_failure("not-copied", text, version, error)
 
     def emit_not_recorded(self, version: Version, error: BaseException) -> None:
         """Emits and logs that the disk was full when a version was to be recorded."""
         text = f"version {version.number} of the model could not be recorded: {error}"
         text += "; the device goes on, and the next delivery tries again"
-        self.emit("not-recorded", version.round, text, self._noted(version, error))
+        self._emit_failure("not-recorded", text, version, error)
 
     def emit_not_exported(self, version: Version, error: BaseException) -> None:
         """Emits and logs that a delivered model could not be written as ONNX."""
         text = f"version {version.number} of the model could not be exported: {_describe(error)}"
         text += "; the previous file remains. Tried again at the next delivery and the next start"
         text += ", and in a minute after an error of the disk"
-        self.emit("not-exported", version.round, text, self._noted(version, error))
+        self._emit_failure("not-exported", text, version, error)
 
-    def _noted(self, version: Version, error: BaseException) -> dict[str, Any]:
-        """Logs the traceback of a failure; returns the values of its event."""
+    def emit_variant_not_exported(self, variant: str, version: Version, error: BaseException) -> None:
+        """Emits and logs that a variant which is not in use could not be written as ONNX, unlike the one in use."""
+        text = f"variant {variant!r} of version {version.number} could not be exported: {_describe(error)}"
+        text += f"; {variant}.onnx is not written, the other files are. Tried again at the next delivery"
+        self._emit_failure("not-exported", text, version, error, variant=variant)
+
+    def _emit_failure(self, kind: str, text: str, version: Version, error: BaseException, **values: str) -> None:
+        """Emits and logs that something for the app failed; an unknown error with its traceback."""
         known = isinstance(error, (FleetDistillError, OSError))
-        logger.warning("%s: a copy, a record or an export failed", self._device_id, exc_info=None if known else error)
-        return {"version": version.number, "error": type(error).__name__}
+        logger.warning("%s: %s", self._device_id, printable(text), exc_info=None if known else error)
+        details: dict[str, Any] = {"version": version.number, "error": type(error).__name__, **values}
+        self._lock.emit(Event(kind, version.round, text, details, self.rounds))
 
     def emit_failed(self, error: BaseException) -> None:
         """Emits and logs the exception that ended the background thread."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # Predictor uses this module, and loads neither gRPC nor prot
 __all__ = ["OnnxReport", "cpu_session"]
 
 
+_END_OF_REASON = re.compile(r"\. Please feel free to|\s*\[Caused by|\n")
+"""Where torch's exporter goes on with its issue tracker or parts of its graph."""
 INPUT_RANGE = "input_range"
 """Metadata of an extractor that needs inputs in a range; the only value is `UNIT_RANGE`."""
 UNIT_RANGE = "[0, 1]"
@@ -36,12 +39,14 @@ class OnnxReport:
         max_difference: Largest absolute difference between logits of onnxruntime and of the model.
         samples: Number of real samples compared.
         bytes: Size of the file in bytes.
+        failures: Why other variants could not be exported, by name.
     """
 
     path: Path
     max_difference: float
     samples: int
     bytes: int
+    failures: Mapping[str, ExportError] = field(default_factory=dict)
 
 
 def copy_onnx(source: Path, path: Path) -> None:
@@ -65,7 +70,8 @@ def doing(what: str) -> Iterator[None]:
     except ImportError as error:
         raise ExportError(f"{what} needs {error.name}; install fleetdistill[onnx]") from error
     except Exception as error:
-        raise ExportError(f"{what} failed: {type(error).__name__}: {error}") from error
+        reason = _END_OF_REASON.split(str(error))[0]
+        raise ExportError(f"{what} failed: {type(error).__name__}: {reason}") from error
 
 
 def facts(input_shape: Sequence[int], classes: int) -> dict[str, str]:

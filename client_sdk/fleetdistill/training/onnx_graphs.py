@@ -81,12 +81,14 @@ def trace(
 
 @contextmanager
 def _named_causes() -> Iterator[None]:
-    """Says what to change in a model whose resize has a filter, a usual cause of a failed export."""
+    """Says what to change in a model with an operator that cannot be exported."""
     try:
         yield
     except ExportError as error:
         if re.search(r"aten::_upsample_\w+_aa", str(error)):
             raise ExportError(f"{error}; resize with antialias=False") from error
+        if "ONNX export of operator" in str(error) or "is not supported" in str(error):
+            raise ExportError(f"{error}; replace this layer") from error
         raise
 
 
