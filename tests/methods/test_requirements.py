@@ -221,6 +221,28 @@ def test_app_with_own_model_is_told_what_run_needs(name: str, tmp_path: Path) ->
     store.close()
 
 
+@every_run
+def test_app_without_allow_sends_class_statistics_and_metrics(name: str, tmp_path: Path) -> None:
+    """By default: any other column is refused with the line that allows it too."""
+    prepared = prepare(RUNS[name], tmp_path / "work")
+    store, contract = open_run(prepared)
+    usual = ("class_statistics", "counts", "metrics")
+    further = [column for column in contract.requirements.columns if column not in usual]
+    with an_app(prepared[1][0], DeviceApi(store)) as device:
+        assert device.allow == usual
+        if further:
+            advice = f"to allow it, set Device(allow={line((*usual, *further))})"
+            sentence = re.escape(f"the app does not allow {', '.join(further)}; {advice}")
+            with pytest.raises(RefusedError, match=sentence):
+                device.step(0.0)
+            assert store.devices.all(RUN) == []
+        else:
+            device.step(0.0)
+            (row,) = store.devices.all(RUN)
+            assert sorted(contract_pb2.DeviceProfile.FromString(row.profile).allowed_columns) == sorted(usual)
+    store.close()
+
+
 @pytest.mark.parametrize("name", long_except(sorted(RUNS.keys() - {"no_transfer"}), *USUAL))
 def test_app_allowing_nothing_is_told_what_method_sends(name: str, tmp_path: Path) -> None:
     """All methods but the one that sends nothing."""
