@@ -144,6 +144,15 @@ def postgres() -> Iterator[Postgres]:
 
 
 @pytest.fixture
+def own_postgres() -> Iterator[Postgres]:
+    """A PostgreSQL server that the test may stop."""
+    if reason := Postgres.missing():
+        pytest.skip(reason)
+    with Postgres.start() as server:
+        yield server
+
+
+@pytest.fixture
 def database_url(postgres: Postgres) -> Iterator[str]:
     """The URL of an empty database for one test: a schema of the session's server."""
     with postgres.schema() as url:

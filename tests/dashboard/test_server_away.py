@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from support.dashboards import dashboard, picture
+from support.postgres import Postgres
 from support.secured import make_pki, secured_front
 
 from fleetdistill_server.security.certificates import Role
+from fleetdistill_server.store.location import Location, set_location
 from fleetdistill_server.store.store import Store
 
 pytestmark = pytest.mark.slow
@@ -44,3 +46,21 @@ def test_the_pages_of_a_server_that_goes_away_and_comes_back(tmp_path: Path, pag
             page.goto(url)
             page.get_by_role("gridcell", name="0 of 5").wait_for()
     store.close()
+
+
+@pytest.mark.long
+@pytest.mark.postgres
+def test_an_open_page_says_that_the_database_is_away(own_postgres: Postgres, tmp_path: Path, page: Any) -> None:
+    with own_postgres.schema() as url:
+        set_location(tmp_path / "store", Location(database=url))
+        store = Store.open(tmp_path / "store")
+        begin(store, "digits", 3)
+        store.close()
+        with dashboard(tmp_path, "--store", str(tmp_path / "store")) as address:
+            page.goto(address)
+            page.get_by_role("gridcell", name="0 of 3").wait_for()
+            own_postgres.stop()
+            page.get_by_text("The figures below are from").wait_for(timeout=15_000)
+            page.get_by_text("Something is wrong: the database is not available").wait_for()
+            own_postgres.start_again()
+            page.get_by_text("The figures below are from").wait_for(state="hidden")

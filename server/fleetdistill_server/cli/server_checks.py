@@ -39,12 +39,14 @@ from fleetdistill_server.security.pki import SERVER
 from fleetdistill_server.service.process_state import FRONT, read_processes
 from fleetdistill_server.service.processes import hard_limit_of_files
 from fleetdistill_server.service.serve_lock import serving
+from fleetdistill_server.store.blobs import Blobs
 from fleetdistill_server.store.checks import check_schema, is_current
+from fleetdistill_server.store.database import Database
 from fleetdistill_server.store.disk_space import bytes_under
 from fleetdistill_server.store.location import Location, has_store
 from fleetdistill_server.store.retention import needed
 from fleetdistill_server.store.rollback import way_back
-from fleetdistill_server.store.store import Store, open_for_reading, open_for_trial
+from fleetdistill_server.store.store import Store, open_for_reading
 from fleetdistill_server.texts import readable_bytes
 from fleetdistill_server.views.health import failed_runs, problems_of_processes
 
@@ -79,18 +81,53 @@ def examine(
     server = config.server
     with contextlib.suppress(FleetDistillError):  # the next checks say what is wrong with the store
         server = in_use(config).server
+    opened = _StoreForReading(server)
     checks: dict[str, Callable[[], Found]] = {
         "extras": lambda: _extras(server),
-        "processes": lambda: _processes(server, path),
+        "processes": lambda: _processes(server, path, opened),
         "access": lambda: _access(server),
         "ports": lambda: _ports(server),
         "TLS": lambda: _tls(server, insecure, clock()),
         "disk": lambda: _disk(server),
         "hardware": lambda: _hardware(server),
         "open files": _open_files,
-        "store": lambda: store_findings(server, clock(), quick=quick),
+        "store": lambda: _store(server, opened, clock(), quick=quick),
     }
-    return [*result, *(finding for name, check in checks.items() for finding in findings(name, check))]
+    with contextlib.closing(opened):
+        return [*result, *(finding for name, check in checks.items() for finding in findings(name, check))]
+
+
+class _StoreForReading:
+    """A server's store, opened when a check first needs it; one that cannot be reached is waited for only once."""
+
+    def __init__(self, server: ServerSection) -> None:
+        self._server = server
+        self._opened: tuple[Database, Blobs] | None = None
+        self._failure: ConfigurationError | StoreError | None = None
+
+    def open(self) -> tuple[Database, Blobs]:
+        """Returns the database, possibly with old tables, and the payloads; raises as `open_for_reading`."""
+        if self._failure is not None:
+            raise self._failure
+        if self._opened is None:
+            try:
+                self._opened = open_for_reading(Path(self._server.store), Location.of(self._server))
+            except (ConfigurationError, StoreError) as error:
+                self._failure = error
+                raise
+        return self._opened
+
+    def read(self, read: Callable[[Store], list[str]]) -> list[str]:
+        """Returns what is read of the store; nothing of one that cannot be read, of which its own check says why."""
+        if has_store(Path(self._server.store)):
+            with contextlib.suppress(ConfigurationError, StoreError):
+                database, blobs = self.open()
+                return read(Store(database, blobs)) if is_current(database) else []
+        return []
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened[0].close()
 
 
 def _settings(path: Path) -> Found:
@@ -111,20 +148,17 @@ def _extras(server: ServerSection) -> Found:
     yield OK, "everything that the settings need is installed"
 
 
-def _processes(server: ServerSection, path: Path) -> Found:
+def _processes(server: ServerSection, path: Path, opened: _StoreForReading) -> Found:
     directory = Path(server.store)
     served_now = serving(directory)
+    for text in opened.read(failed_runs):
+        yield WARNING, text
     if served_now is None:
-        for text in _read(server, failed_runs):
-            yield WARNING, text
-        waiting = _read(server, lambda store: [repr(run.name) for run in store.runs.active()])
+        waiting = opened.read(lambda store: [repr(run.name) for run in store.runs.active()])
         need = f", but runs are to go on ({', '.join(waiting)}); run `fleetdistill serve {path}`" if waiting else ""
         yield WARNING if waiting else OK, f"no server uses the store {server.store}{need}"
         return
-    with open_for_trial(directory, Location.of(server)) as store:
-        failed, wrong = failed_runs(store), problems_of_processes(directory)
-    for text in failed:
-        yield WARNING, text
+    wrong = problems_of_processes(directory)
     for text in wrong:
         yield ERROR, f"{text}; see `runs show` and the server's log"
     if not wrong:
@@ -132,16 +166,6 @@ def _processes(server: ServerSection, path: Path) -> Found:
             OK,
             f"a server serves run {served_now.run!r}" if served_now.run else "a server serves all runs of the store",
         )
-
-
-def _read(server: ServerSection, read: Callable[[Store], list[str]]) -> list[str]:
-    """Returns what is read of a store; nothing of one that cannot be read, of which the check of the store says why."""
-    if has_store(Path(server.store)):
-        with contextlib.suppress(ConfigurationError, StoreError):
-            database, blobs = open_for_reading(Path(server.store), Location.of(server))
-            with contextlib.closing(database):
-                return read(Store(database, blobs)) if is_current(database) else []
-    return []
 
 
 def _access(server: ServerSection) -> Found:
@@ -235,39 +259,27 @@ def _open_files() -> Found:
         yield OK, f"at most {limit}"
 
 
-def store_findings(server: ServerSection, now: float, *, quick: bool) -> Found:
-    """Yields what is wrong with the store of a server.
-
-    Args:
-        server: The server's settings.
-        now: This machine's time, Unix seconds.
-        quick: Whether to look only whether payloads exist. Those in an object store are never read.
-
-    Raises:
-        ConfigurationError: An extra is missing, or the place of the payloads does not exist.
-        StoreError: The database cannot be reached, is damaged, or is from a later version.
-    """
+def _store(server: ServerSection, opened: _StoreForReading, now: float, *, quick: bool) -> Found:
+    """Yields what is wrong with the store; with `quick` only whether payloads exist, as always in an object store."""
     directory = Path(server.store)
-    location = Location.of(server)
     check_store_is_there(server)
     if not has_store(directory):
         yield OK, f"there is no store in {directory} yet; `fleetdistill serve` creates it"
         return
     if text := open_to_others(directory):
         yield WARNING, text
-    database, blobs = open_for_reading(directory, location)
-    with contextlib.closing(database):
-        database.check()
-        yield OK, f"the database {database.name} is intact"
-        check_schema(database, blobs)
-        if not is_current(database):
-            text = "an earlier version wrote the store; back it up before `fleetdistill serve` migrates it"
-            yield WARNING, f"{text}. Payloads were not checked"
-            return
-        blobs.check()
-        store = Store(database, blobs)
-        yield from _clock(store, now)
-        yield from _payloads(store, read=not quick and not location.blobs)
+    database, blobs = opened.open()
+    database.check()
+    yield OK, f"the database {database.name} is intact"
+    check_schema(database, blobs)
+    if not is_current(database):
+        text = "an earlier version wrote the store; back it up before `fleetdistill serve` migrates it"
+        yield WARNING, f"{text}. Payloads were not checked"
+        return
+    blobs.check()
+    store = Store(database, blobs)
+    yield from _clock(store, now)
+    yield from _payloads(store, read=not quick and not server.blobs)
 
 
 def _clock(store: Store, now: float) -> Found:
