@@ -20,7 +20,7 @@ from support.secured import device_credentials, save_credentials
 
 from fleetdistill import SecureTerms, Signer
 from fleetdistill.device.events import DeviceLock, Events
-from fleetdistill.device.secure import FORGET_AFTER_SECONDS, SecureSums, check_secure
+from fleetdistill.device.secure import SecureSums, check_secure
 from fleetdistill.errors import (
     CannotAnswer,
     ConfigurationError,
@@ -637,6 +637,25 @@ def test_another_list_than_the_signed_one_unmasks_nothing(tmp_path, keys):
     assert {step for step, _ in fleet.refused} == {UNMASK}
 
 
+@SIGNED
+@pytest.mark.parametrize("signatures", [3, 4])
+def test_four_of_five_signatures_of_a_list_are_needed(tmp_path, keys, signatures):
+    """More than two thirds: two lists of survivors cannot both have so many, unless a third of the devices sign two."""
+    fleet = SecureFleet(tmp_path, 5, keys=keys, min_in_sum=4)
+
+    def leave_out(step, name, message):
+        return dataclasses.replace(message, entries=message.entries[:signatures]) if step == UNMASK else message
+
+    if signatures == 4:
+        result = fleet.sum(down=leave_out)
+        assert np.array_equal(signed(fleet, result), fleet.plain_sum(fleet.names))
+        return
+    with pytest.raises(QuorumNotReached):
+        fleet.sum(down=leave_out)
+    assert not fleet.seen[UNMASK], "no device has given a share"
+    assert set(fleet.refused.values()) == {"3 devices have signed the same list as this device, 4 are needed"}
+
+
 @EVERY
 def test_both_kinds_of_share_are_never_given(tmp_path, keys):
     """After a sum, the server asks each device again, with one device fewer: conflict, and the session is destroyed."""
@@ -1008,14 +1027,13 @@ def test_root_and_input_are_destroyed_when_counted(tmp_path):
 
 
 def test_a_sum_is_forgotten_after_seven_days(tmp_path):
-    fleet = SecureFleet(tmp_path, 5)
+    now = 1e9
+    fleet = SecureFleet(tmp_path, 5, now=lambda: now)
     fleet.sum()
+    now += 7 * 86_400
     fleet.device("device-0").forget_expired()
     assert fleet.frozen("device-0") is not None
-    session = SecureSessions(fleet.files("device-0")).open()
-    assert session is not None
-    old = dataclasses.replace(session, began=session.began - FORGET_AFTER_SECONDS - 1)
-    SecureSessions(fleet.files("device-0")).begin(old)
+    now += 1
     fleet.device("device-0").forget_expired()
     assert fleet.frozen("device-0") is None
 

@@ -547,6 +547,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+PING = b"\0\0\x08\6\0\0\0\0\0" + bytes(8)
 EMPTY_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
 
@@ -760,6 +761,24 @@ def test_thousand_unfinished_handshakes_do_not_stop_others(world: Secured, port:
             stub = enrolment_pb2_grpc.EnrolmentServiceStub(channel)
             assert stub.Enrol(world.request(f"{port}-{len(first)}"), timeout=CALL_SECONDS).certificate
         wait_until(lambda: all(map(is_closed, made)), "the front to close every one of them")
+
+
+@pytest.mark.long
+def test_a_caller_that_pings_and_reads_nothing_is_closed(tmp_path: Path) -> None:
+    """On the enrolment port, which strangers reach: the replies to its pings would fill the memory."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    with secured(tmp_path, Limits(handshake_seconds=1.0, request_seconds=1.0, stall_seconds=2.0)) as world:
+        place = ("127.0.0.1", world.front.enrol_port)
+        with socket.create_connection(place, PATIENCE_SECONDS) as plain, context.wrap_socket(plain) as caller:
+            assert caller.selected_alpn_protocol() == "h2"
+            caller.sendall(PREFACE + EMPTY_SETTINGS)
+            with pytest.raises(OSError, match=r"reset|pipe|EOF"):
+                caller.sendall(PING * 10_000_000)  # 170 MB
+        with world.front.anonymous(enrol=True) as channel:
+            stub = enrolment_pb2_grpc.EnrolmentServiceStub(channel)
+            assert stub.Enrol(world.request("honest"), timeout=CALL_SECONDS).certificate
 
 
 @pytest.mark.slow
