@@ -199,6 +199,18 @@ def test_ready_and_error_look_at_the_newest_file(tmp_path: Path, files: dict[int
     assert (predictor.ready, predictor.error, predictor.version) == (True, "", 1)
 
 
+@pytest.mark.parametrize("variant", ["model", "personal"])
+def test_a_first_export_in_progress_is_no_error(
+    tmp_path: Path, files: dict[int, bytes], caplog: pytest.LogCaptureFixture, variant: str
+) -> None:
+    """The device renames the files one after the other, `model.onnx` last."""
+    predictor = Predictor(tmp_path, variant=variant)
+    for name in ("general", "own", "personal", "model"):
+        assert predictor.error == ""
+        put(files[1], tmp_path / f"{name}.onnx")
+    assert (predictor.ready, predictor.error, caplog.records) == (True, "", [])
+
+
 def test_a_variant_that_does_not_exist_is_reported_once(
     tmp_path: Path, files: dict[int, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:

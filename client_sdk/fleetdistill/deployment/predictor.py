@@ -159,7 +159,7 @@ class Predictor:
     def error(self) -> str:
         """Why the newest file cannot be used, or which variants there are if `variant` is not one of them.
 
-        Empty if the file is in use, or if the device has not exported one yet. Also logged as a warning.
+        Empty if the file is in use, or if the device has not completed an export yet. Also logged as a warning.
         """
         self.refresh()
         return self._error
@@ -215,10 +215,10 @@ class Predictor:
             self._loading.release()
 
     def _report_other_variants(self) -> None:
-        """Reports once which variants a device has exported if it has not exported this one."""
-        others = sorted(path.stem for path in self._path.parent.glob("*.onnx"))
-        meant = did_you_mean(self._path.stem, others) or "."
-        error = f"no variant {self._path.stem!r} was exported{meant} There are {', '.join(others)}" if others else ""
+        """Reports once which variants a device has exported, `model.onnx` last, if it has not exported this one."""
+        name, others = self._path.stem, sorted(path.stem for path in self._path.parent.glob("*.onnx"))
+        text = f"no variant {name!r} was exported{did_you_mean(name, others) or '.'} There are {', '.join(others)}"
+        error = text if "model" in others else ""
         if error and error != self._error:
             logger.warning("%s does not exist; %s", self._path, error)
         self._error = error
