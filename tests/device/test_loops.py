@@ -417,6 +417,16 @@ def test_calls_of_an_apps_own_loop_wait_seconds_for_a_reply(deadlines: tuple[Dea
     assert calls.seconds[-1] > 10
 
 
+@pytest.mark.parametrize("call", [Device.preview, lambda device: device.model, lambda device: device.models])
+def test_a_preview_and_a_model_wait_seconds_for_a_reply(
+    deadlines: tuple[Deadlines, str], tmp_path: Path, call: Callable[[Device], object]
+) -> None:
+    calls, address = deadlines
+    with device_at(address, tmp_path)[0] as device, pytest.raises(LinkError):
+        call(device)
+    assert 0 < max(calls.seconds) <= 5.1  # gRPC rounds
+
+
 @pytest.mark.parametrize("wanted", ["a pause of the server", "a budget"])
 def test_a_step_waits_no_longer_than_it_is_told(tmp_path: Path, wanted: str) -> None:
     link = LyingLink(COME_BACK, ask())

@@ -31,12 +31,13 @@ from support.wire_samples import make_contract
 from typer.testing import CliRunner
 
 from fleetdistill import COLUMNS, Device, Step
+from fleetdistill.device.loop import REPLY_SECONDS
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StateError
 from fleetdistill.link import x509 as device_x509
 from fleetdistill.link.credentials import Credentials, load_credentials
 from fleetdistill.link.enrolment import Enrolment, read_token, write_token
 from fleetdistill.testing import EventLog
-from fleetdistill.wire.v1 import enrolment_pb2, service_pb2, service_pb2_grpc
+from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc, service_pb2, service_pb2_grpc
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.security.certificates import Role, holder_of
 from fleetdistill_server.security.pki import Authority
@@ -139,6 +140,25 @@ def test_a_device_that_has_a_key_never_speaks_plain_text(service: Service, tmp_p
         device.step(0)
     with pytest.raises(ConfigurationError, match=r"'half' has no valid certificate.*`fleetdistill enrol`"):
         make_device(service, tmp_path)
+
+
+def test_an_enrolment_in_tick_waits_seconds_for_a_reply(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    class Hangs:
+        def __init__(self, channel: grpc.Channel) -> None:
+            del channel
+
+        def Enrol(self, request: enrolment_pb2.EnrolRequest, timeout: float) -> None:
+            waits.append(timeout)
+            raise LinkError("no reply")
+
+    monkeypatch.setattr(enrolment_pb2_grpc, "EnrolmentServiceStub", Hangs)
+    with make_device(service, tmp_path, enrolment=service.token()) as device:
+        assert device.tick() is Step.WAITED
+    assert set(waits) == {REPLY_SECONDS}
 
 
 def test_a_token_for_one_device_is_worth_nothing_to_another(service: Service, tmp_path: Path) -> None:

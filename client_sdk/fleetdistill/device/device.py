@@ -44,7 +44,7 @@ from fleetdistill.device.eligibility import Eligibility
 from fleetdistill.device.events import DeviceLock, Event, Events, Step
 from fleetdistill.device.identity import load_identity, save_server
 from fleetdistill.device.interrupts import StopRequest, delays_ctrl_c
-from fleetdistill.device.loop import POLL_SECONDS, Loop, Turns
+from fleetdistill.device.loop import POLL_SECONDS, REPLY_SECONDS, Loop, Turns
 from fleetdistill.device.options import Runtime, Server
 from fleetdistill.device.parts import DeviceParts
 from fleetdistill.device.permission import MeteredLink, Permission
@@ -53,7 +53,7 @@ from fleetdistill.device.secure import ANY_TERMS, SecureSums, SecureTerms
 from fleetdistill.device.sender import Sender
 from fleetdistill.errors import ConfigurationError, DeviceClosedError, LinkError
 from fleetdistill.link.abilities import Abilities
-from fleetdistill.link.base import HandsOver, Link
+from fleetdistill.link.base import HandsOver, Link, replies_within
 from fleetdistill.link.downloads import DOWNLOADS, Downloads, MemoryDownloads
 from fleetdistill.models.torch_model import TorchModel
 from fleetdistill.spans import NO_SPANS, ProviderSpans, Spans
@@ -282,7 +282,7 @@ class Device:
 
         Waits at most `wait_seconds`: for work, or while the device must make no call, because the server or a lost
         contact requires a pause or the device may not work; if that ends sooner, another turn follows. Work, and up to
-        5 seconds for a server that does not answer, come on top. For an app with its own thread for the device.
+        7 seconds for a server that does not answer, come on top. For an app with its own thread for the device.
 
         Args:
             wait_seconds: How long to wait if there is nothing to do, 0 to 60 seconds.
@@ -310,8 +310,8 @@ class Device:
         """Runs one turn without waiting, for an app with its own loop.
 
         Does not wait for work or for the end of a pause: it returns `Step.WAITED` immediately until the next attempt is
-        due. It blocks while it computes or sends an answer, and up to 5 seconds for a reply of a server that accepts
-        calls and does not answer; a loop that must not stand still uses `start`.
+        due. It blocks while it computes or sends an answer, and up to 7 seconds for a server that accepts calls and
+        does not answer; a loop that must not stand still uses `start`.
 
         Returns:
             As `step`; `Step.WAITED` also while the server is unavailable (events `lost-contact`, `contact-returned`).
@@ -390,7 +390,8 @@ class Device:
 
         The device does not leave while an answer has no receipt or an ask was interrupted, because leaving would close
         the ask; the server then waits until the lease ends. Called from `on_event`, `close` returns immediately, and
-        the device closes when the turn ends. Ctrl-C cuts the call to the server short.
+        the device closes when the turn ends. Leaving waits up to 7 seconds for a server that does not answer; Ctrl-C
+        cuts this short.
 
         Args:
             leave: Whether to leave the run. With False the server keeps waiting for the answer to an open ask.
@@ -444,7 +445,7 @@ class Device:
         """Returns the compute backend; after `close` only if no file and no call is required."""
         compute = self._backend.compute
         if not self._loop.closed:
-            with self._check_in.as_link_errors():
+            with self._check_in.as_link_errors(), replies_within(REPLY_SECONDS):
                 return self._check_in.compute_of_app()
         if compute is None or not compute.has_state:
             raise DeviceClosedError(member, self.state_dir)
@@ -588,7 +589,8 @@ class Device:
     def preview(self) -> Preview:
         """Computes an answer as the run's first step requires, and returns what it contains. Nothing of it is sent.
 
-        For the app's user, before `run`. Checks in as `step` does, because the run decides what an answer contains.
+        For the app's user, before `run`. Checks in as `step` does, because the run decides what an answer contains;
+        this waits up to 7 seconds for a server that does not answer.
         Shapes, types and sizes are those of the first answer; values differ with the server's seed. In a private run
         the values have new noise, and no privacy is spent. The committed state does not change.
 
@@ -599,7 +601,7 @@ class Device:
             DeviceClosedError: The device was closed.
             FleetDistillError: The check-in or the computation failed, as in `step`.
         """
-        with self._loop.working("preview"), self._check_in.as_link_errors():
+        with self._loop.working("preview"), self._check_in.as_link_errors(), replies_within(REPLY_SECONDS):
             return self._handler.preview()
 
     @property
@@ -615,7 +617,8 @@ class Device:
         """Asks the server to delete what this device has sent, erases the state directory, and closes the device.
 
         The server deletes before its next round, or at once if the run is over. Where only a front serves the store,
-        nothing deletes until an engine's server runs, or the operator calls `fleetdistill devices forget`.
+        nothing deletes until an engine's server runs, or the operator calls `fleetdistill devices forget`. Waits up to
+        7 seconds for a server that does not answer.
 
         The privacy ledger of private runs is kept, because a release stays spent. A new `Device` with this directory is
         a new device with a new id.

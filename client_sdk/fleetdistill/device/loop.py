@@ -238,8 +238,8 @@ class Turns:
 
 AT_EXIT_SECONDS = 5.0
 """Maximum time that the end of an app waits for the thread of a device that the app did not close."""
-_REPLY_SECONDS = 5.0
-"""How long a call waits for the server's reply in an app's own loop, which stands still meanwhile."""
+REPLY_SECONDS = 5.0
+"""How long a call waits for the server's reply in a thread of the app, which stands still meanwhile."""
 _NO_THREAD = -1
 """Identifier of a thread that has not started yet."""
 
@@ -342,7 +342,7 @@ class Loop:
 
     def step(self, wait_seconds: float) -> Step:
         """Runs turns until one has work, and waits at most `wait_seconds`. Raises LinkError if one failed."""
-        with self.working("step"), replies_within(_REPLY_SECONDS):
+        with self.working("step"), replies_within(REPLY_SECONDS):
             until = self._parts.clock.now() + wait_seconds
             while True:
                 self._wait(min(self.pause_seconds, self._seconds_to(until)))
@@ -358,7 +358,7 @@ class Loop:
 
     def tick(self) -> Step:
         """Runs one turn without any wait; does nothing before the end of the last pause."""
-        with self.working("tick"), replies_within(_REPLY_SECONDS):
+        with self.working("tick"), replies_within(REPLY_SECONDS):
             if self.pause_seconds:
                 return self._unless_stopped(Step.WAITED)
             try:

@@ -23,7 +23,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, StateError, WireError
-from fleetdistill.link.base import CALL_SECONDS
+from fleetdistill.link.base import reply_limit
 from fleetdistill.link.credentials import (
     AUTHORITIES,
     DEVICE_FOLDER,
@@ -245,7 +245,7 @@ class Enrolment:
         named = f"{server} (the enrolment port that the token names)" if call == "Enrol" else server
         with grpc.secure_channel(server, credentials) as channel, errors_of(named):
             stub = enrolment_pb2_grpc.EnrolmentServiceStub(channel)
-            return getattr(stub, call)(request, timeout=CALL_SECONDS)
+            return getattr(stub, call)(request, timeout=reply_limit())
 
     def _save(self, response: Any) -> None:
         """Saves the trusted CAs, then the certificate, which makes the device enrolled.
