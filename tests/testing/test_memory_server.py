@@ -145,6 +145,13 @@ def test_a_device_too_few_is_said(tmp_path: Path) -> None:
         assert device.step(0) is Step.WAITED
 
 
+def test_a_run_without_an_end_is_not_played(tmp_path: Path) -> None:
+    with MemoryServer(settings(rounds=0)) as server, device_of(server.link(), tmp_path) as device:
+        with pytest.raises(ConfigurationError, match=r"no end \(rounds = 0\): call device.step\(\) yourself, or set"):
+            server.play(device)
+        assert device.step(0) is Step.ANSWERED
+
+
 def test_a_deadline_passes_when_the_clock_is_moved(tmp_path: Path) -> None:
     clock, events = ManualClock(), EventLog()
     run = settings(deadline_seconds=60.0)

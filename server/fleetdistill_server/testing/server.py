@@ -99,8 +99,10 @@ class MemoryServer:
             steps: Largest number of steps per device.
 
         Raises:
-            ConfigurationError: A device has not finished after `steps` steps.
+            ConfigurationError: A device has not finished after `steps` steps, or the run has no end.
         """
+        if not self._config.run.rounds:
+            raise ConfigurationError("the run has no end (rounds = 0): call device.step() yourself, or set rounds")
         left, lost = list(devices), ""
 
         def finishes(device: Device) -> bool:
