@@ -178,6 +178,19 @@ def test_roll_back_restores_previous_model_predictions_and_file(tmp_path: Path) 
     assert sorted(os.listdir(tmp_path / "versions")) == ["1", "deployed.json"]
 
 
+@pytest.mark.parametrize(
+    ("deliveries", "reason"),
+    [(1, "it is the first that was delivered"), (2, r"the device keeps 1: pass a larger Deployment\(keep_versions")],
+)
+def test_a_roll_back_says_why_there_is_no_earlier_version(tmp_path: Path, deliveries: int, reason: str) -> None:
+    device, _ = device_of(tmp_path, range(deliveries), deployment=Deployment(keep_versions=1))
+    with device:
+        play(device, deliveries)
+        expected = f"no earlier version of the model than version {deliveries}, which is in use; {reason}"
+        with pytest.raises(StateError, match=expected):
+            device.roll_back()
+
+
 @pytest.mark.parametrize("keep", [2, 4])
 @pytest.mark.parametrize("kind", ["delivered", "exported"])
 def test_roll_back_from_delivery_event_returns_to_version_before(tmp_path: Path, kind: str, keep: int) -> None:

@@ -340,11 +340,10 @@ class Deployer:
         if previous is None and not self.version:
             raise StateError(f"no model was delivered yet to {self._directory}, so there is no version to return to")
         if previous is None:
-            raise StateError(
-                f"{self._directory} has no earlier version of the model than version {self.version}, which is in use; "
-                f"the device keeps {self._deployment.keep_versions}: pass a larger Deployment(keep_versions=...) to "
-                "keep more of those to come"
-            )
+            text = f"{self._directory} has no earlier version of the model than version {self.version}, which is in use"
+            kept = f"the device keeps {self._deployment.keep_versions}: pass a larger Deployment(keep_versions=...) to "
+            kept += "keep more of those to come"
+            raise StateError(f"{text}; {kept if self.version > 1 else 'it is the first that was delivered'}")
         self.versions.request_roll_back(previous, pinned=True)
         self._may_withdraw = True
         return previous.number

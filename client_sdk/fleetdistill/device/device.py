@@ -508,7 +508,8 @@ class Device:
             Number of the version that the device returns to.
 
         Raises:
-            StateError: There is no earlier version (see `Deployment.keep_versions`), or it is damaged.
+            StateError: There is no earlier version, because there was one delivery or none, or none is kept (see
+                `Deployment.keep_versions`); or it is damaged.
             DeviceClosedError: The device was closed.
         """
         with self._parts.lock.held():
