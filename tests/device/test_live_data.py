@@ -21,7 +21,7 @@ from fleetdistill import Splits, Step, TorchModel
 from fleetdistill.compute.torch_compute import TorchCompute
 from fleetdistill.data import Augmented
 from fleetdistill.data.samples import read_samples
-from fleetdistill.errors import ConfigurationError, DataError, NoSamplesError
+from fleetdistill.errors import ConfigurationError, DataError, NoSamplesError, StateError
 from fleetdistill.models import build_model
 from fleetdistill.testing import EventLog, ManualClock
 from fleetdistill.training.local_training import evaluate, train_epochs
@@ -530,6 +530,17 @@ def test_replaced_data_that_cannot_be_read_are_read_again(fleet: Fleet, tmp_path
         camera.works = True
         answer(fleet, device)
         assert samples_of(fleet) == 2
+
+
+def test_data_are_not_replaced_if_this_cannot_be_recorded(fleet: Fleet, tmp_path: Path) -> None:
+    """After a crash, the device would not know of the new data."""
+    with make_device(fleet, tmp_path / "state") as device:
+        device.tick()
+        (tmp_path / "state").rename(tmp_path / "moved")
+        with pytest.raises(StateError, match="cannot be used"):
+            device.replace_data()
+        (tmp_path / "moved").rename(tmp_path / "state")
+        device.replace_data()
 
 
 def test_unreadable_data_decline_the_ask_of_a_known_device(fleet: Fleet, tmp_path: Path) -> None:

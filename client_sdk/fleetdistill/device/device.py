@@ -556,6 +556,7 @@ class Device:
         Raises:
             ConfigurationError: The device has a `worker` and `data` was given.
             DataError: The data cannot be used.
+            StateError: The state directory cannot be written, for example because it was deleted. The data stay.
             DeviceClosedError: The device was closed.
         """
         if data is not None and self._has_worker:
