@@ -14,6 +14,7 @@ import pytest
 import torch
 from device.sdk_fleet import RUN, Fleet, equal, knowledge_of, make_device, tiny_data, tiny_model, weights
 from support.open_device import open_device
+from support.processes import PATIENCE_SECONDS, wait_until
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
 
@@ -109,6 +110,10 @@ def answer(fleet: Fleet, device: Any) -> list[int]:
     fleet.ask("d")
     device.step(0)
     return [int(item) for item in knowledge_of(fleet).sample_ids]
+
+
+def wait_for(fleet: Fleet, answers: int) -> None:
+    wait_until(lambda: len(fleet.store.asks.uploads(RUN)) == answers, f"{answers} answers")
 
 
 # --- forms
@@ -255,6 +260,28 @@ def test_unusable_sample_declines_ask_until_it_is_gone(fleet: Fleet, tmp_path: P
         assert "NaN or infinity, first at row 24" in texts(events, "dropped")[-1]
         del kept[-1]
         assert answer(fleet, device) == list(range(24))
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_corrected_data_take_part_after_a_new_start(fleet: Fleet, tmp_path: Path, replaced: bool) -> None:
+    """Data whose reading ended the background thread, at its first turn and after a replacement."""
+    good, bad = items(), [(np.full(4, np.nan, np.float32), 0)]
+    now = [bad]
+    with make_device(fleet, tmp_path, data=lambda: now[0]) as device:
+        for answers in (1, 2):
+            device.start()
+            with pytest.raises(DataError, match="NaN or infinity, first at row 0"):
+                device.join(PATIENCE_SECONDS)
+            now[0] = good
+            if replaced:
+                device.replace_data(good)
+            fleet.ask("d")
+            device.start()
+            wait_for(fleet, answers)
+            device.stop()
+            assert device.join(PATIENCE_SECONDS)
+            now[0] = bad
+            device.replace_data(lambda: now[0])
 
 
 # --- no samples
