@@ -707,6 +707,7 @@ def test_a_wait_for_other_devices_is_an_event_at_each_end(fleet: Fleet, tmp_path
             clock.advance(1)
             device.tick()
         assert events.kinds()[-2:] == ["checked-in", "waiting"]
+        assert events[-1].text == "no work for this device at the moment; it keeps asking, and nothing needs to be done"
         fleet.ask("d")
         device.tick()
         assert [event.values for event in events if event.kind in ("waiting", "resumed")] == [{"condition": "work"}] * 2

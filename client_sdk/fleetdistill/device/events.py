@@ -280,11 +280,8 @@ class Events:
     def emit_no_work(self) -> None:
         """Emits that the run has had no work for a while, once until it has some."""
         if not self._without_work:
-            text = (
-                "the run has no work for this device now, for example because it waits for other devices, or for a "
-                "while after an ask that this one did not answer"
-            )
-            self.emit("waiting", 0, f"{text}; the device keeps asking", {"condition": "work"})
+            text = "no work for this device at the moment; it keeps asking, and nothing needs to be done"
+            self.emit("waiting", 0, text, {"condition": "work"})
         self._without_work = True
 
     def emit_work(self, *, there_is_some: bool) -> None:
