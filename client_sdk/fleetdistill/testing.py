@@ -151,7 +151,7 @@ class Fault:
 
 
 def lost(call: str, nth: int = 1) -> Fault:
-    """Returns a fault in which the call does not reach the server."""
+    """Returns a fault in which the call, one of those of `FaultyLink`, does not reach the server."""
     return Fault(call, LinkError(f"{call}: the server cannot be reached (scripted fault)"), nth)
 
 
@@ -201,7 +201,8 @@ class FaultyLink:
 
     Args:
         link: Link that receives the calls.
-        *faults: Faults, in any order.
+        *faults: Faults, in any order. Their calls are `check_in`, `next_ask`, `heartbeat`, `leave`, `decline`,
+            `upload_status`, `upload` and `download`; a link in memory has no `heartbeat`.
 
     Attributes:
         calls: Number of calls by name.

@@ -17,6 +17,7 @@ from fleetdistill import Device, Step
 from fleetdistill.errors import ConfigurationError, LinkError, RefusedError, RunError
 from fleetdistill.models import build_model
 from fleetdistill.testing import (
+    CALLS,
     EventLog,
     Fault,
     FaultyLink,
@@ -143,6 +144,14 @@ def test_a_device_too_few_is_said(tmp_path: Path) -> None:
         with expected:
             server.play(device, steps=5)
         assert device.step(0) is Step.WAITED
+
+
+def test_docstring_and_page_name_every_call_that_can_fail() -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/test-your-app.md").read_text(encoding="utf-8")
+    rows = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    for call in CALLS:
+        assert f"`{call}`" in str(FaultyLink.__doc__)
+        assert f"`{call}`" in rows
 
 
 def test_a_run_without_an_end_is_not_played(tmp_path: Path) -> None:
