@@ -341,6 +341,18 @@ def test_time_without_contact_begins_with_first_of_all_errors(tmp_path: Path) ->
     assert told[-1].values["seconds"] == 25.0
 
 
+def test_an_app_ends_the_pause_without_contact(fleet: Fleet, tmp_path: Path) -> None:
+    """For a callback that says that the network is back."""
+    link = FaultyLink(MemoryLink(fleet.api), *(lost("check_in", nth) for nth in range(1, 6)))
+    with make_device(fleet, tmp_path, link=link, clock=ManualClock()) as device:
+        for calls in range(1, 6):
+            device.tick()
+            assert (link.calls["check_in"], device.pause_seconds > 0) == (calls, True)
+            device.allow = device.allow
+        fleet.ask("d")
+        assert device.tick() is Step.ANSWERED
+
+
 def test_causes_that_change_at_once_are_one_report(tmp_path: Path) -> None:
     clock, errors = ManualClock(), [LinkError(text) for text in ("cancelled", "refused", "refused", "timed out")]
 
