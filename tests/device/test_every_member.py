@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,10 @@ class Moment:
         rounds: Rounds of the deliveries so far.
         online: Whether the server can be reached.
         working: Whether the device is in the middle of its work, as in `on_event`.
-        copy: Opens a device on a copy of the state directory, for members that change it; `online` or not.
+        copy: Opens a device on a copy of the state directory, without the server, for members that end its use.
+        spare: The `Device` of an `AsyncDevice` on such a copy, `online` or not, for members that change it: each goes
+            on where the one before it has stopped. None if the device works.
+        file_logits: What onnxruntime says of the file of the version in use, when it was first there.
     """
 
     name: str
@@ -77,7 +80,9 @@ class Moment:
     rounds: Sequence[int]
     online: bool
     working: bool
-    copy: Callable[..., contextlib.AbstractContextManager[Device]]
+    copy: Callable[[], contextlib.AbstractContextManager[Device]]
+    spare: Device | None
+    file_logits: Callable[[], np.ndarray]
 
     @property
     def version(self) -> int:
@@ -169,16 +174,15 @@ WORK = ("step", "tick", "run", "start")
 
 def work(at: Moment) -> None:
     """One thread at a time works. The play shows what the calls do with an ask."""
-    if at.working:
+    if at.spare is None:
         for call in WORK:
             with pytest.raises(DeviceBusyError):
                 getattr(at.device, call)()
         return
     does = after_the_end if at.finished else before_work if at.online else offline
-    with at.copy(online=at.online) as device:
-        for call in WORK:
-            does(device, call)
-            predict(replace(at, device=device))
+    for call in WORK:
+        does(at.spare, call)
+        predict(replace(at, device=at.spare))
 
 
 def before_work(device: Device, call: str) -> None:
@@ -235,11 +239,10 @@ def roll_back_and_forward(at: Moment) -> None:
     if at.version < 2:
         with pytest.raises(StateError, match="no earlier version" if at.version else "no model was delivered yet"):
             at.device.roll_back()
-    elif not at.working:
-        with at.copy() as device:
-            assert device.roll_back() == at.version - 1
-            assert device.version == at.version, "in the next turn"
-            assert device.roll_forward() == at.version, "no turn has carried it out"
+    elif at.spare is not None:
+        assert at.spare.roll_back() == at.version - 1
+        assert at.spare.version == at.version, "in the next turn"
+        assert at.spare.roll_forward() == at.version, "no turn has carried it out"
 
 
 def forget(at: Moment) -> None:
@@ -264,9 +267,9 @@ def preview(at: Moment) -> None:
     if at.working:
         with pytest.raises(DeviceBusyError):
             at.device.preview()
-    elif not at.online:
-        with at.copy() as device, pytest.raises(LinkError, match="the server is away"):
-            device.preview()
+    elif at.spare is not None and not at.online:
+        with pytest.raises(LinkError, match="the server is away"):
+            at.spare.preview()
 
 
 def ledger(at: Moment) -> None:
@@ -275,13 +278,17 @@ def ledger(at: Moment) -> None:
     assert all(entry.run == RUN for entry in entries)
 
 
-def change(at: Moment) -> None:
+def replace_data(at: Moment) -> None:
+    if at.spare is not None:
+        at.spare.replace_data()
+        predict(replace(at, device=at.spare))
+
+
+def allow_and_stop(at: Moment) -> None:
     assert set(at.device.allow) == set(COLUMNS)
     if at.working:
         return
     with at.copy() as device:
-        device.replace_data()
-        predict(replace(at, device=device))
         device.allow = ("metrics",)
         assert device.allow == ("metrics",)
         device.stop()
@@ -326,7 +333,8 @@ DEVICE: Mapping[str, Callable[[Moment], None]] = {  # members that share a check
     "device_id": device_id,
     "state_dir": state_dir,
     "close": close,
-    **dict.fromkeys(("replace_data", "allow", "stop"), change),
+    "replace_data": replace_data,
+    **dict.fromkeys(("allow", "stop"), allow_and_stop),
 }
 
 
@@ -340,8 +348,7 @@ def file_predicts(at: Moment) -> None:
             result.predict(at.inputs)
     elif not at.working:
         at.equal(result.predict(at.inputs), 1e-4)
-        session = onnxruntime.InferenceSession(str(at.device.state_dir / "model.onnx"))
-        np.testing.assert_array_equal(result.predict(at.inputs), session.run(["logits"], {"input": at.inputs})[0])
+        np.testing.assert_array_equal(result.predict(at.inputs), at.file_logits())
 
 
 def of_file(member: str, expected: Callable[[Moment], Any]) -> Callable[[Moment], None]:
@@ -397,14 +404,6 @@ PREDICTOR: Mapping[str, Callable[[Moment], None]] = {
 # --- AsyncDevice: each member is that of a `Device` in the same state
 
 
-def awaited(member: str, *arguments: Any) -> Callable[[AsyncDevice], Any]:
-    async def call(device: AsyncDevice) -> Any:
-        result = getattr(device, member)
-        return await result(*arguments) if callable(result) else result
-
-    return lambda device: asyncio.run(asyncio.wait_for(call(device), 60))
-
-
 async def started_and_stopped(device: AsyncDevice) -> None:
     running = asyncio.ensure_future(device.run())
     await asyncio.sleep(0)
@@ -417,56 +416,61 @@ class Async:
     """What members of `AsyncDevice` return, compared with those of `Device` at the same moment."""
 
     at: Moment
-    device: AsyncDevice = field(init=False)
+    device: AsyncDevice
 
-    def of(self, member: str) -> None:
-        arguments = {"predict": (self.at.inputs,), "call": (lambda device: device.version,)}.get(member, ())
-        call = awaited(member, *arguments)
+    async def of(self, member: str) -> None:
         match member:
             case "predict" if self.at.logits is None:
                 with pytest.raises(ModelError):
-                    call(self.device)
+                    await self.device.predict(self.at.inputs)
             case "predict":
-                self.at.equal(call(self.device))
-            case "forget" if self.at.finished:
+                self.at.equal(await self.device.predict(self.at.inputs))
+            case "forget" if self.at.online:
                 pass  # the server would forget the device that is looked at; `play` ends with it
+            case "forget" if await self.device.call(lambda device: device.ledger.totals.messages):
+                with pytest.raises(LinkError, match="the server is away"):
+                    await self.device.forget()
             case "forget":
-                sent = awaited("call", lambda device: device.ledger.totals.messages)(self.device)
-                forget_offline(sent, lambda: call(self.device))
+                assert await self.device.forget() is True  # a device that has sent nothing needs no server
             case "model" if self.at.has_models and self.at.logits is not None:
-                self.at.equal(applied(call(self.device), self.at.inputs))
+                self.at.equal(applied(await self.device.model(), self.at.inputs))
             case "model" if self.at.has_models:
                 with pytest.raises(ModelError, match="no model yet"):
-                    call(self.device)
+                    await self.device.model()
             case "models" if self.at.has_models:
-                assert call(self.device).keys() == self.at.device.models.keys()
-            case "preview" if self.at.finished:
+                assert (await self.device.models()).keys() == self.at.device.models.keys()
+            case "preview" if self.at.online:
                 pass  # `Device.preview` checks in, and the run is over
             case "model" | "models" | "preview":
                 with pytest.raises(LinkError, match="the server is away"):
-                    call(self.device)
+                    await getattr(self.device, member)()
             case "roll_back" if self.at.version < 2:
                 with pytest.raises(StateError):
-                    call(self.device)
+                    await self.device.roll_back()
             case "roll_back":
-                assert call(self.device) == self.at.version - 1
+                assert await self.device.roll_back() == self.at.version - 1
+                assert await self.device.roll_forward() == self.at.version
             case "roll_forward":
                 with pytest.raises(StateError, match="nothing to roll forward to"):
-                    call(self.device)
-            case "call" | "version":
-                assert call(self.device) == self.at.version
+                    await self.device.roll_forward()
+            case "call":
+                assert await self.device.call(lambda device: device.version) == self.at.version
+            case "version":
+                assert self.device.version == self.at.version
             case "allow":
                 assert set(self.device.allow) == set(COLUMNS)
                 self.device.allow = ("metrics",)
-                assert awaited("call", lambda device: device.allow)(self.device) == ("metrics",)
-            case "device_id" | "state_dir":
-                assert call(self.device) == getattr(self.device, member)
+                assert await self.device.call(lambda device: device.allow) == ("metrics",)
+            case "device_id":
+                assert self.device.device_id == self.at.device.device_id
+            case "state_dir":
+                assert (self.device.state_dir / "lock").exists()
             case "run" if self.at.finished:
-                assert call(self.device) is None
+                assert await self.device.run() is None  # type: ignore[func-returns-value]
             case "run" | "stop":
-                asyncio.run(asyncio.wait_for(started_and_stopped(self.device), 60))
+                await started_and_stopped(self.device)
             case "replace_data" | "close":
-                assert call(self.device) is None
+                assert await getattr(self.device, member)() is None
 
 
 ASYNC: tuple[str, ...] = (
@@ -521,6 +525,7 @@ class Fleet:
         self.spec = self.specs[0]
         self.inputs = load_arrays(self.spec.data_file)[0][:4]
         self.failures: list[str] = []
+        self.references: dict[int, np.ndarray] = {}
 
     def arguments(self, spec: DeviceSpec) -> dict[str, Any]:
         data = load_arrays(spec.data_file)
@@ -535,11 +540,8 @@ class Fleet:
             server=link, state_dir=folder or self.work / spec.name, **{**self.arguments(spec), **changes}
         )
 
-    @contextlib.contextmanager
-    def copied(self, state: Path, *, online: bool = False) -> Iterator[Device]:
-        link = self.server.link() if online else Away()
-        with self.open(self.spec, link, self.copy_of(state), export="never") as device:
-            yield device
+    def copied(self, state: Path) -> Device:
+        return self.open(self.spec, Away(), self.copy_of(state), export="never")
 
     def copy_of(self, state: Path) -> Path:
         self.copies += 1
@@ -547,43 +549,58 @@ class Fleet:
         shutil.copytree(state, target, ignore=shutil.ignore_patterns("lock"))
         return target
 
+    @cached_property
     def own_logits(self) -> np.ndarray | None:
         if self.compute == "light":
             return None
         network = build_device_model(self.spec, self.inputs.shape[1:]).eval()
         return applied(network, self.inputs)
 
-    def look(
-        self, name: str, device: Device, logits: np.ndarray | None, rounds: Sequence[int], *, online: bool
-    ) -> None:
-        working = name == "during delivery"
-        copy = partial(self.copied, device.state_dir)
-        at = Moment(name, device, self.inputs, logits, tuple(rounds), online, working, copy)
+    def file_logits(self, state: Path, version: int) -> np.ndarray:
+        if version not in self.references:
+            session = onnxruntime.InferenceSession(str(state / "model.onnx"))
+            self.references[version] = session.run(["logits"], {"input": self.inputs})[0]
+        return self.references[version]
+
+    def look(self, at: Moment) -> None:
         for kind, table in (("Device", DEVICE), ("Predictor", PREDICTOR)):
             for check in dict.fromkeys(table.values()):
                 members = "/".join(member for member in table if table[member] is check)
-                self.note(f"{kind}.{members}", name, partial(check, at))
-        if not working:
-            self.look_async(at)
+                with self.noting(f"{kind}.{members}", at.name):
+                    check(at)
 
-    def look_async(self, at: Moment) -> None:
-        looked, state = Async(at), self.copy_of(at.device.state_dir)
-        arguments = self.arguments(self.spec)
-        link = self.server.link() if at.finished else Away()
-        looked.device = AsyncDevice(**grouped(server=link, state_dir=state, export="never", **arguments))
+    async def look_async(self, looked: Async) -> None:
         for member in ASYNC:  # the last one closes it
-            self.note(f"AsyncDevice.{member}", at.name, partial(looked.of, member))
-        asyncio.run(looked.device.close())
+            with self.noting(f"AsyncDevice.{member}", looked.at.name):
+                await asyncio.wait_for(looked.of(member), 60)
 
-    def note(self, member: str, moment: str, check: Callable[[], None]) -> None:
+    def moment(
+        self, name: str, device: Device, logits: np.ndarray | None, rounds: Sequence[int], *, online: bool
+    ) -> Moment:
+        state = device.state_dir
+        working, copy = name == "during delivery", partial(self.copied, state)
+        file_logits = partial(self.file_logits, state, len(rounds))
+        return Moment(name, device, self.inputs, logits, tuple(rounds), online, working, copy, None, file_logits)
+
+    async def look_at_both(self, *given: Any, online: bool) -> None:
+        at = self.moment(*given, online=online)
+        state, link = self.copy_of(at.device.state_dir), self.server.link() if online else Away()
+        arguments = grouped(server=link, state_dir=state, export="never", **self.arguments(self.spec))
+        async with AsyncDevice(**arguments) as device:
+            at = replace(at, spare=await device.call(lambda device: device))
+            self.look(at)
+            await self.look_async(Async(at, device))
+
+    @contextlib.contextmanager
+    def noting(self, member: str, moment: str) -> Iterator[None]:
         try:
-            check()
+            yield
         except Exception as failure:
             self.failures.append(f"{member} {moment}: {type(failure).__name__}: {str(failure).strip()[:300]}")
 
-    def play(self) -> None:
+    async def play(self) -> None:
         with self.open(self.spec, Away()) as device:
-            self.look("new without server", device, self.own_logits(), (), online=False)
+            await self.look_at_both("new without server", device, self.own_logits, (), online=False)
         delivered: list[np.ndarray] = []
         rounds: list[int] = []
 
@@ -592,7 +609,7 @@ class Fleet:
                 return
             delivered.append(applied(first.model, self.inputs))
             rounds.append(event.round)
-            self.look("during delivery", first, delivered[-1], rounds, online=True)
+            self.look(self.moment("during delivery", first, delivered[-1], rounds, online=True))
 
         with MemoryServer(self.settings) as server, contextlib.ExitStack() as closing:
             self.server = server
@@ -600,16 +617,16 @@ class Fleet:
             others = [self.open(spec, server.link(), export="never") for spec in self.specs[1:]]
             for other in others:
                 closing.enter_context(other)
-            self.look("new", first, self.own_logits(), (), online=True)
+            await self.look_at_both("new", first, self.own_logits, (), online=True)
             server.play(first, *others)
             assert delivered
             assert server.status == "finished"
-            self.look("after delivery", first, delivered[-1], rounds, online=True)
+            await self.look_at_both("after delivery", first, delivered[-1], rounds, online=True)
             first.close()
             with self.open(self.spec, Away()) as restarted:
-                self.look("restarted without server", restarted, delivered[-1], rounds, online=False)
+                await self.look_at_both("restarted without server", restarted, delivered[-1], rounds, online=False)
             with self.open(self.spec, server.link()) as restarted:
-                self.look("restarted", restarted, delivered[-1], rounds, online=True)
+                await self.look_at_both("restarted", restarted, delivered[-1], rounds, online=True)
                 assert restarted.step(0) is Step.FINISHED
                 assert restarted.forget() is True
                 assert not (restarted.state_dir / "device.json").exists()
@@ -622,5 +639,5 @@ USUAL = ("classstats in one exchange, torch", "classstats in one exchange, light
 @pytest.mark.parametrize("fleet_name", long_except(BY_NAME, *USUAL))
 def test_every_member_at_every_moment(fleet_name: str, tmp_path: Path) -> None:
     fleet = Fleet(*BY_NAME[fleet_name], tmp_path)
-    fleet.play()
+    asyncio.run(fleet.play())
     assert not fleet.failures, "\n".join(fleet.failures)
