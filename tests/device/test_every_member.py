@@ -26,6 +26,7 @@ from support.open_device import grouped, open_device
 
 from fleetdistill import COLUMNS, AsyncDevice, Device, Event, Predictor, Step
 from fleetdistill.compute import light_worker
+from fleetdistill.device.preview import Preview
 from fleetdistill.errors import (
     ConfigurationError,
     DeviceBusyError,
@@ -70,6 +71,8 @@ class Moment:
         copy: Opens a device on a copy of the state directory, without the server, for members that end its use.
         spare: The `Device` of an `AsyncDevice` on such a copy, `online` or not, for members that change it: each goes
             on where the one before it has stopped. None if the device works.
+        method: Method of the run.
+        newcomer: Returns arguments of a further device that is new at the server, for members that forget it there.
         file_logits: What onnxruntime says of the file of the version in use, when it was first there.
     """
 
@@ -82,6 +85,8 @@ class Moment:
     working: bool
     copy: Callable[[], contextlib.AbstractContextManager[Device]]
     spare: Device | None
+    method: str
+    newcomer: Callable[[], Mapping[str, Any]]
     file_logits: Callable[[], np.ndarray]
 
     @property
@@ -253,6 +258,12 @@ def forget(at: Moment) -> None:
         with at.copy() as device:
             forget_offline(device.ledger.totals.messages, device.forget)
             assert (device.state_dir / "device.json").exists() == bool(device.ledger.totals.messages)
+    elif not at.finished:  # after the end, `play` has the devices that were looked at forgotten
+        with Device(**at.newcomer()) as device:
+            assert isinstance(device.models, Mapping)  # checks in; a turn would begin the run
+            assert device.ledger.totals.messages == {"check-in": 1}
+            assert device.forget() is True
+            assert not (device.state_dir / "device.json").exists()
 
 
 def forget_offline(sent: object, call: Callable[[], bool]) -> None:
@@ -264,12 +275,24 @@ def forget_offline(sent: object, call: Callable[[], bool]) -> None:
 
 
 def preview(at: Moment) -> None:
-    if at.working:
+    """Also when the run is over: the server still says what an answer would contain."""
+    if at.spare is None:
         with pytest.raises(DeviceBusyError):
             at.device.preview()
-    elif at.spare is not None and not at.online:
+    elif not at.online:
         with pytest.raises(LinkError, match="the server is away"):
             at.spare.preview()
+    else:
+        answers = [entry for entry in at.spare.ledger.entries if entry.kind == "answer"]
+        check_preview(at, at.spare.preview())
+        assert [entry for entry in at.spare.ledger.entries if entry.kind == "answer"] == answers
+
+
+def check_preview(at: Moment, shown: Preview) -> None:
+    assert (shown.run, shown.method) == (RUN, at.method)
+    assert shown.columns
+    assert set(shown.columns) <= set(COLUMNS)
+    assert shown.bytes > sum(tensor.bytes for part in shown.parts for tensor in part.tensors)
 
 
 def ledger(at: Moment) -> None:
@@ -279,9 +302,9 @@ def ledger(at: Moment) -> None:
 
 
 def replace_data(at: Moment) -> None:
-    if at.spare is not None:
-        at.spare.replace_data()
-        predict(replace(at, device=at.spare))
+    device = at.spare or at.device
+    device.replace_data()
+    predict(replace(at, device=device))
 
 
 def allow_and_stop(at: Moment) -> None:
@@ -413,7 +436,10 @@ async def started_and_stopped(device: AsyncDevice) -> None:
 
 @dataclass
 class Async:
-    """What members of `AsyncDevice` return, compared with those of `Device` at the same moment."""
+    """What members of `AsyncDevice` return, compared with those of `Device` at the same moment.
+
+    It is the spare one, or during a delivery one that works, whose `on_event` looks at it.
+    """
 
     at: Moment
     device: AsyncDevice
@@ -425,8 +451,19 @@ class Async:
                     await self.device.predict(self.at.inputs)
             case "predict":
                 self.at.equal(await self.device.predict(self.at.inputs))
+            case "run" | "preview" | "forget" if self.at.working:
+                with pytest.raises(DeviceBusyError):
+                    await getattr(self.device, member)()
+            case "stop" | "close" if self.at.working:
+                pass  # they end the work, and with it the moment
+            case "forget" if self.at.finished:
+                pass  # after the end, `play` has the devices that were looked at forgotten
             case "forget" if self.at.online:
-                pass  # the server would forget the device that is looked at; `play` ends with it
+                async with AsyncDevice(**self.at.newcomer()) as device:
+                    await device.models()
+                    assert await device.call(lambda device: device.ledger.totals.messages) == {"check-in": 1}
+                    assert await device.forget() is True
+                    assert not (device.state_dir / "device.json").exists()
             case "forget" if await self.device.call(lambda device: device.ledger.totals.messages):
                 with pytest.raises(LinkError, match="the server is away"):
                     await self.device.forget()
@@ -440,13 +477,15 @@ class Async:
             case "models" if self.at.has_models:
                 assert (await self.device.models()).keys() == self.at.device.models.keys()
             case "preview" if self.at.online:
-                pass  # `Device.preview` checks in, and the run is over
+                check_preview(self.at, await self.device.preview())
             case "model" | "models" | "preview":
                 with pytest.raises(LinkError, match="the server is away"):
                     await getattr(self.device, member)()
             case "roll_back" if self.at.version < 2:
                 with pytest.raises(StateError):
                     await self.device.roll_back()
+            case "roll_back" if self.at.working:
+                pass  # it would take place in the next turn
             case "roll_back":
                 assert await self.device.roll_back() == self.at.version - 1
                 assert await self.device.roll_forward() == self.at.version
@@ -459,6 +498,8 @@ class Async:
                 assert self.device.version == self.at.version
             case "allow":
                 assert set(self.device.allow) == set(COLUMNS)
+                if self.at.working:
+                    return
                 self.device.allow = ("metrics",)
                 assert await self.device.call(lambda device: device.allow) == ("metrics",)
             case "device_id":
@@ -515,7 +556,7 @@ def test_every_method_is_in_the_table() -> None:
 
 
 class Fleet:
-    """The devices of one run, of which the first is looked at."""
+    """The devices of one run, of which the first is looked at, and during its deliveries the second, too."""
 
     def __init__(self, name: str, compute: str, work: Path) -> None:
         config, self.specs, _ = prepare(RUNS[name], work / "made")
@@ -578,9 +619,26 @@ class Fleet:
         self, name: str, device: Device, logits: np.ndarray | None, rounds: Sequence[int], *, online: bool
     ) -> Moment:
         state = device.state_dir
-        working, copy = name == "during delivery", partial(self.copied, state)
-        file_logits = partial(self.file_logits, state, len(rounds))
-        return Moment(name, device, self.inputs, logits, tuple(rounds), online, working, copy, None, file_logits)
+        return Moment(
+            name,
+            device,
+            inputs=self.inputs,
+            logits=logits,
+            rounds=tuple(rounds),
+            online=online,
+            working=name == "during delivery",
+            copy=partial(self.copied, state),
+            spare=None,
+            method=self.settings["run"]["method"],
+            newcomer=self.newcomer,
+            file_logits=partial(self.file_logits, state, len(rounds)),
+        )
+
+    def newcomer(self) -> dict[str, Any]:
+        self.copies += 1
+        name = f"newcomer-{self.copies}"
+        arguments = {**self.arguments(self.spec), "device_id": name}
+        return grouped(server=self.server.link(), state_dir=self.work / name, export="never", **arguments)
 
     async def look_at_both(self, *given: Any, online: bool) -> None:
         at = self.moment(*given, online=online)
@@ -614,14 +672,17 @@ class Fleet:
         with MemoryServer(self.settings) as server, contextlib.ExitStack() as closing:
             self.server = server
             first = closing.enter_context(self.open(self.spec, server.link(), on_event=on_event))
-            others = [self.open(spec, server.link(), export="never") for spec in self.specs[1:]]
+            second = await self.second()
+            others = [self.open(spec, server.link(), export="never") for spec in self.specs[2:]]
             for other in others:
                 closing.enter_context(other)
             await self.look_at_both("new", first, self.own_logits, (), online=True)
-            server.play(first, *others)
+            await asyncio.to_thread(server.play, first, await second.call(lambda device: device), *others)
             assert delivered
             assert server.status == "finished"
             await self.look_at_both("after delivery", first, delivered[-1], rounds, online=True)
+            assert await second.forget() is True
+            assert not (second.state_dir / "device.json").exists()
             first.close()
             with self.open(self.spec, Away()) as restarted:
                 await self.look_at_both("restarted without server", restarted, delivered[-1], rounds, online=False)
@@ -630,6 +691,23 @@ class Fleet:
                 assert restarted.step(0) is Step.FINISHED
                 assert restarted.forget() is True
                 assert not (restarted.state_dir / "device.json").exists()
+
+    async def second(self) -> AsyncDevice:
+        """A device in an asyncio app, which looks at it when a model is delivered."""
+        rounds: list[int] = []
+
+        async def on_event(event: Event) -> None:
+            if event.kind == "delivered":
+                rounds.append(event.round)
+                device = await second.call(lambda device: device)
+                logits = applied(await second.model(), self.inputs)
+                at = self.moment("during delivery", device, logits, rounds, online=True)
+                await self.look_async(Async(at, second))
+
+        arguments = {**self.arguments(self.specs[1]), "on_event": on_event}
+        link, state = self.server.link(), self.work / self.specs[1].name
+        second = AsyncDevice(**grouped(server=link, state_dir=state, export="never", **arguments))
+        return second
 
 
 BY_NAME = {f"{name}, {compute}": (name, compute) for name, compute in FLEETS}
