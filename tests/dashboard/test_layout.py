@@ -177,11 +177,11 @@ def test_tab_is_in_address_so_links_and_back_button_work(url: str, page: Any) ->
     page.get_by_role("tabpanel", name="Overview").wait_for()
 
 
-@pytest.mark.long
 def in_order(labels: Any) -> bool:
     return texts(labels, "y") == ["d1", "d2", "d10"]
 
 
+@pytest.mark.long
 def test_2_comes_before_10_in_tables_and_charts(url: str, page: Any) -> None:
     shown(page, url, "", "run-10")
     page.get_by_role("columnheader", name="Run", exact=True).click()
