@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +45,20 @@ def test_a_file_that_is_no_regular_file_is_refused_at_once(kind: str, tmp_path: 
         os.mkfifo(file)
     if kind == "directory":
         os.mkdir(file)
-    with pytest.raises(DataError, match=re.escape(file)):
+    with at_most_more(1 << 30), pytest.raises(DataError, match=re.escape(file)):
         read_labelled(file)
+
+
+@contextmanager
+def at_most_more(memory: int) -> Iterator[None]:
+    """Raises MemoryError if the block takes more memory: of what has no end, a reader would fill the machine's."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_a_file_that_is_small_only_while_it_is_packed_is_refused(tmp_path: Path) -> None:
