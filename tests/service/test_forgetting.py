@@ -66,6 +66,11 @@ def test_server_forgets_device_of_a_finished_run(tmp_path: Path, restarted: bool
 
 
 def check_forgotten(store: Store, work: Path) -> None:
+    said = (work / "server.log").read_text
+    line = "the device's part in the method's state and its payloads were deleted"
+    wait_until(lambda: line in said(), "the deletion in the server's log")
+    (logged,) = [text for text in said().splitlines() if line in text]
+    assert logged.endswith(f"run={RUN} device=leaver event=forgotten")
     assert [event.device for event in store.history.events(RUN, "forgotten")] == ["leaver"]
     assert files(work) == needed(store)
     row = store.runs.get(RUN)

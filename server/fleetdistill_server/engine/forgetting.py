@@ -12,6 +12,7 @@ failure before the last step, all steps are repeated.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from fleetdistill.seeds import derive_seed
 from fleetdistill.state import failpoints
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill_server.event_kinds import GUARD
+from fleetdistill_server.logs import LogFormat, LogLevel, configure
 from fleetdistill_server.methods.base import ServerMethod
 from fleetdistill_server.service.processes import end_with_parent
 from fleetdistill_server.service.run_changes import request_forgetting
@@ -179,11 +181,19 @@ def _method_of(run: Run) -> ServerMethod:
 
 def main() -> int:
     """Forgets the devices of runs at rest; the arguments are the store, the parent's process id, and the runs."""
-    end_with_parent(int(sys.argv[2]))
-    store = Store.open(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(prog="fleetdistill-forgetting", description="Forgets devices of runs at rest.")
+    parser.add_argument("store", type=Path)
+    parser.add_argument("parent", type=int)
+    parser.add_argument("runs", nargs="+")
+    parser.add_argument("--log-format", choices=list(LogFormat), default=LogFormat.TEXT)
+    parser.add_argument("--log-level", choices=list(LogLevel), default=LogLevel.INFO)
+    options = parser.parse_args()
+    configure("engine", options.log_format, options.log_level)
+    end_with_parent(options.parent)
+    store = Store.open(options.store)
     left = False
     try:
-        for run in sys.argv[3:]:
+        for run in options.runs:
             for device in store.devices.to_forget(run)[:1]:
                 left |= not ask_to_forget(store, run, device, served=True)
     except FleetDistillError:

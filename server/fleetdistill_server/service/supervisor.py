@@ -92,12 +92,14 @@ class Forgetting:
         store: The supervisor's store.
         directory: The store's directory.
         run: The only run of the server; empty for all.
+        log_options: `--log-format` and `--log-level` of the process.
     """
 
-    def __init__(self, store: Store, directory: Path, run: str) -> None:
+    def __init__(self, store: Store, directory: Path, run: str, log_options: Sequence[str]) -> None:
         self._store = store
         self._directory = directory
         self._run = run
+        self._log_options = log_options
         self._process: subprocess.Popen[bytes] | None = None
         self._next_look = 0.0
 
@@ -114,7 +116,8 @@ class Forgetting:
         runs = [run for run in self._store.devices.runs_to_forget_in() if self._run in ("", run)]
         if runs:
             module = "fleetdistill_server.engine.forgetting"
-            command = [sys.executable, "-m", module, str(self._directory), str(os.getpid()), *runs]
+            where = [str(self._directory), str(os.getpid())]
+            command = [sys.executable, "-m", module, *self._log_options, *where, *runs]
             self._process = subprocess.Popen(command, env=child_environment())
 
     def stop(self) -> None:
@@ -133,7 +136,7 @@ class Supervisor:
         log: File for the standard error of front and engines; None for the supervisor's standard error.
         max_short_rounds: Largest number of consecutive short rounds in a simulation, as in `Engine`.
         stopped: Request that makes `serve` return; `stop` sets it.
-        log_options: `--log-format` and `--log-level` of front and engines.
+        log_options: `--log-format` and `--log-level` of the other processes.
         only: `front` or `engine` to run only these processes, for a server beyond one machine; empty for both.
 
     Attributes:
@@ -183,7 +186,7 @@ class Supervisor:
             serve_run(self.store, config)
         self._calls = CallLog(self.store)
         self._process_file = ProcessFile(directory)
-        self._forgetting = Forgetting(self.store, directory, self._run)
+        self._forgetting = Forgetting(self.store, directory, self._run, log_options)
         self._arguments = [str(_write_served(config)), *log_options]
         self._front_ends, ends = make_ends(count)
         self.engines = Reconciliation(
