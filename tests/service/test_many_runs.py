@@ -500,8 +500,9 @@ def test_a_run_whose_devices_do_not_come_blocks_no_other(tmp_path: Path) -> None
         stack.enter_context(AnsweringFleet(port, "first", 2))
         wait_until(lambda: status("first") == "finished", "the first run, whose devices have come")
         lines = [line for line in "".join(running.said).splitlines() if "run=first" in line]
-    for text in ("waiting for 2 devices to be present", "the run gives up its engine while it waits"):
-        assert sum(text in line for line in lines) >= 1
+    begins, ends = "waiting for 2 devices to be present", "a round is due after a wait"
+    for text in (begins, "the run gives up its engine while it waits", ends):
+        assert sum(text in line for line in lines) == 1, text
 
 
 @pytest.mark.long

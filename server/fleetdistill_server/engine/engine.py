@@ -87,6 +87,7 @@ class Engine:
     Attributes:
         pauses: Whether to pause after short rounds; by default only without `max_short_rounds`.
         around_round: Function of a round's number; the context that it returns is entered for the round.
+        waits_for: For how many devices the run waits, as the log says already; None if it says nothing.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Engine:
     ) -> None:
         self._max_short_rounds = max_short_rounds
         self.pauses = max_short_rounds is None
+        self.waits_for: int | None = None
         self.around_round: Callable[[int], AbstractContextManager[object]] = nullcontext
         self._store = store
         self._config = config
@@ -284,7 +286,8 @@ class Engine:
         The wait can take months, so requests to forget a device are processed during it.
         """
         checked: tuple[object, ...] = ()
-        waits, check_at = "", 0.0
+        waits, check_at = "" if self.waits_for is None else _waiting(self.waits_for), 0.0
+        self.waits_for = None
         now, start_at = self._store.asks.clock.now, self._next_start()
         if start_at > now():
             text = f"the next round starts in {start_at - now():.0f} seconds, because of min_round_seconds"
@@ -326,8 +329,7 @@ class Engine:
 
     def _wait(self, waits: str, needed: int) -> str:
         """Records that the run waits for devices, or for 0 for a change of them; returns this in words."""
-        idle = "no round is due until a device joins, leaves or changes its data"
-        now = f"waiting for {_devices(needed)} to be present" if needed else idle
+        now = _waiting(needed)
         if self._stored().waits_for != needed:
             with self._store.transaction():
                 self._store.runs.assert_owner(self._name, self.token)
@@ -501,6 +503,11 @@ def _devices_out(reasons: Mapping[str, int]) -> str:
     """Returns why devices are out of a round, to follow how many answered; empty if none is out."""
     shown = [f"{reason} ({devices})" for reason, devices in reasons.items()][:_MAX_REASONS]
     return f"; out of the round: {', '.join(shown)}" if shown else ""
+
+
+def _waiting(needed: int) -> str:
+    idle = "no round is due until a device joins, leaves or changes its data"
+    return f"waiting for {_devices(needed)} to be present" if needed else idle
 
 
 def _devices(count: int) -> str:

@@ -60,6 +60,7 @@ class _Arguments:
     max_short_rounds: int | None
     token: str | None
     directory: Path
+    waits_for: int | None
 
 
 async def _main(arguments: _Arguments, group: Group | None) -> None:
@@ -111,6 +112,7 @@ async def _run(store: Store, config: RunConfig, arguments: _Arguments, group: Gr
         spans = open_spans(config.server.traces, "engine")
         meter, terms = open_meter(config), (arguments.max_short_rounds, arguments.directory, group, arguments.token)
         engine = Engine(store, config, measure_waits(wakeups, meter), *terms)
+        engine.waits_for = arguments.waits_for
         if spans is not None:
             rounds = RoundSpans(spans, store, config.run.name, config.run.deadline_seconds)
             engine.around_round = rounds.of_round
@@ -161,6 +163,7 @@ def main() -> int:
     parser.add_argument("--max-short-rounds", type=int)
     parser.add_argument("--token")
     parser.add_argument("--waits", action="store_true")  # for what it lacks, as its last process said
+    parser.add_argument("--waits-for", type=int)  # what the run waited for when it gave up its last engine
     parser.add_argument("--log-format", choices=list(LogFormat), default=LogFormat.TEXT)
     parser.add_argument("--log-level", choices=list(LogLevel), default=LogLevel.INFO)
     options = parser.parse_args()
@@ -177,7 +180,13 @@ def main() -> int:
         with disk_errors(f"creating {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
         arguments = _Arguments(
-            options.config, store, options.wakeups, options.max_short_rounds, options.token, directory
+            options.config,
+            store,
+            options.wakeups,
+            options.max_short_rounds,
+            options.token,
+            directory,
+            options.waits_for,
         )
         group = Group() if joins() else None
         if group is not None and group.ranks.rank > 0:

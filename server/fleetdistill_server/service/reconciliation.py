@@ -59,11 +59,13 @@ class Reconciliation:
         self._on_failed = on_failed
         self._restarts: dict[str, int] = {}  # of engines that were ended, by run
         self._foreign: dict[str, str] = {}  # tokens of other servers' engines, by run
+        self._released: dict[str, int | None] = {}  # what runs that gave up their engine waited for
         self.engines: dict[str, EngineProcess] = {}
 
     def look(self) -> None:
         """Compares the processes with the store once, and starts or ends some; does not wait for them."""
         queue = self._queue()
+        self._released = {run.name: self._released[run.name] for run in queue if run.name in self._released}
         needed = {run.name: run for run in queue[: self._count]}
         known = dict(self.engines)
         for later in queue[self._count :]:
@@ -71,6 +73,7 @@ class Reconciliation:
             if engine is None or later.engine != engine.token:
                 continue
             if self._store.run_control.release(engine.run, engine.token):
+                self._released[engine.run] = later.waits_for
                 logger.info("the run gives up its engine while it waits", extra=about(run=engine.run))
             else:  # its devices have come in this moment
                 needed[engine.run] = later
@@ -108,9 +111,10 @@ class Reconciliation:
             if restarted:
                 self._store.history.add_event(run, ENGINE_RESTARTED, "the server had crashed and was started again")
         failpoints.hit("supervisor.engine.after-token")
-        slot = self._free.pop(0)
+        slot, waits_for = self._free.pop(0), self._released.pop(run, None)
+        options = self._options if waits_for is None else (*self._options, "--waits-for", str(waits_for))
         try:
-            self.engines[run] = EngineProcess(run, token, self._store, self._config, slot, self._log, *self._options)
+            self.engines[run] = EngineProcess(run, token, self._store, self._config, slot, self._log, *options)
         except BaseException:
             self._free.insert(0, slot)
             raise
