@@ -69,6 +69,7 @@ def members(device: Device, kind: str) -> dict[str, Callable[[], Any]]:
         "pause_seconds": lambda: device.pause_seconds,
         "start": device.start,
         "stop": device.stop,
+        "wake": device.wake,
         "join": lambda: device.join(0.01),
         "preview": device.preview,
         "roll_back": device.roll_back,

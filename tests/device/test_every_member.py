@@ -332,6 +332,11 @@ def close(at: Moment) -> None:
         assert device.version == at.version
 
 
+def wake(at: Moment) -> None:
+    at.device.wake()
+    assert at.device.pause_seconds == 0
+
+
 def device_id(at: Moment) -> None:
     assert at.device.device_id == "device-0"
 
@@ -349,6 +354,7 @@ DEVICE: Mapping[str, Callable[[Moment], None]] = {  # members that share a check
     "join": join,
     "background_result": background_result,
     "pause_seconds": pause_seconds,
+    "wake": wake,
     **dict.fromkeys(("roll_back", "roll_forward"), roll_back_and_forward),
     "forget": forget,
     "preview": preview,
@@ -502,6 +508,9 @@ class Async:
                     return
                 self.device.allow = ("metrics",)
                 assert await self.device.call(lambda device: device.allow) == ("metrics",)
+            case "wake":
+                self.device.wake()
+                assert await self.device.call(lambda device: device.pause_seconds) == 0
             case "device_id":
                 assert self.device.device_id == self.at.device.device_id
             case "state_dir":
@@ -525,6 +534,7 @@ ASYNC: tuple[str, ...] = (
     "preview",
     "run",
     "stop",
+    "wake",
 )
 ASYNC += ("replace_data", "roll_forward", "roll_back", "allow", "forget", "close")
 

@@ -348,7 +348,7 @@ def test_an_app_ends_the_pause_without_contact(fleet: Fleet, tmp_path: Path) -> 
         for calls in range(1, 6):
             device.tick()
             assert (link.calls["check_in"], device.pause_seconds > 0) == (calls, True)
-            device.allow = device.allow
+            device.wake()
         fleet.ask("d")
         assert device.tick() is Step.ANSWERED
 

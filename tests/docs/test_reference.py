@@ -318,7 +318,7 @@ def test_sdk_page_has_every_argument_column_event_error_and_file() -> None:
     columns = [row[0].strip("`") for row in _rows(_section(page, "What may leave: `allow`"))]
     assert tuple(columns) == fleetdistill.COLUMNS
     code = "\n".join(path.read_text() for path in (ROOT / "client_sdk/fleetdistill/device").glob("*.py"))
-    said = set(re.findall(r'\.emit\(\s*(?:Event\()?"([\w-]+)"', code))
+    said = set(re.findall(r'\.\w*emit\w*\(\s*(?:Event\()?"([\w-]+)"', code))
     for pair in re.findall(r'kind = "([\w-]+)" if .+ else "([\w-]+)"', code):
         said |= set(pair)
     assert {row[0].strip("`") for row in _rows(_section("docs/reference/events.md", "Events of a device"))} == said

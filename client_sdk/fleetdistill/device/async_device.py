@@ -121,6 +121,10 @@ class AsyncDevice:
         """Makes `run` return after the current mini-batch; see `Device.stop`."""
         self._device.stop()
 
+    def wake(self) -> None:
+        """Makes the next turn begin at once; see `Device.wake`."""
+        self._device.wake()
+
     async def model(self) -> Any:
         """Returns the app's model; see `Device.model`."""
         return await self.call(lambda device: device.model)

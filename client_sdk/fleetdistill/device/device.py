@@ -385,6 +385,14 @@ class Device:
         """
         self._loop.stop()
 
+    def wake(self) -> None:
+        """Makes the next turn begin at once, instead of after a pause or a wait for work.
+
+        For example when the network is back, or when what a probe of `eligibility` looks at has changed. A pause that
+        the server has asked for (event `waiting` with the condition `pace`) goes on. Does not wait. Thread-safe.
+        """
+        self._loop.wake()
+
     def close(self, *, leave: bool = True) -> None:
         """Stops the device, waits for the end of its work, leaves the run and releases the state directory.
 

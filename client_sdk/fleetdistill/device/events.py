@@ -54,9 +54,9 @@ class Event:
 
     Attributes:
         kind: Kind of the event: checked-in, proxy, extractor, ask, asked-again, released, not-released, scored,
-            answered, refused, dropped, damaged, kept, delivered, not-copied, exported, not-exported, not-quantized,
-            too-large, rolled-back, no-samples, interrupted, waiting, resumed, lost-contact, contact-returned, progress,
-            stopped, callback-failed, failed or finished.
+            answered, refused, dropped, damaged, kept, delivered, not-copied, not-recorded, exported, not-exported,
+            not-quantized, too-large, rolled-back, no-samples, interrupted, waiting, resumed, lost-contact,
+            contact-returned, progress, stopped, callback-failed, failed or finished.
         round: Number of the round that the event belongs to, or 0. A round that falls short is repeated under the next
             number, so it can exceed `rounds`.
         text: Description in one sentence.
