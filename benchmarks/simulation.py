@@ -34,7 +34,7 @@ from fleetdistill.training.losses import distillation_loss, soft_targets
 from fleetdistill.training.model import split_sequential
 from fleetdistill_lab import Simulation
 from fleetdistill_lab.simulation.controls.local_only import start_model
-from fleetdistill_lab.simulation.fleet import _load, _prepare
+from fleetdistill_lab.simulation.fleet import _prepare, load_data
 from fleetdistill_lab.simulation.links.links import run_over_memory
 from fleetdistill_lab.simulation.progress import Progress, watcher
 from fleetdistill_lab.simulation.spec.arrays import load_arrays
@@ -276,7 +276,7 @@ class Measured:
 def measure(case: Case, rounds: int, out: Path, profile: cProfile.Profile | None) -> Measured:
     """Runs a simulation, and a round of the loop after each of its rounds but the last, which also delivers."""
     wanted = replace(case.wanted, dataset=synthetic(case), rounds=rounds + WARM_UP + 1, out=out)
-    fleet = _prepare(wanted, _load(wanted), out)
+    fleet = _prepare(wanted, load_data(wanted), out)
     loop, measured, since = case.loop(fleet), Measured(), [0.0]
 
     def after_round(done: Progress) -> None:

@@ -85,8 +85,7 @@ async def upload(pool: ThreadPoolExecutor, directory: Path, requests: Any, conte
     stage = int(dict(context.invocation_metadata())["stage"])
     work = Stages(stage, directory)
     if STAGES[stage] == "+ a thread":
-        await Lane(pool, work.take).process(requests)
-        await asyncio.get_running_loop().run_in_executor(pool, work.end)
+        await Lane(pool, work.take, work.end).process(requests)
     else:
         async for message in requests:
             work.take(message)

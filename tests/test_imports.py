@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.processes import free_port, python
 
+ROOT = Path(__file__).parents[1]
 HEAVY = (
     *("torch", "torchvision", "onnx", "onnxruntime", "pydantic", "typer", "rich"),
     *("safetensors", "sqlite_utils", "fleetdistill_server"),
@@ -32,6 +33,18 @@ def of_packages(modules: set[str], *packages: str) -> set[str]:
         for module in modules
         if any(module == package or module.startswith(f"{package}.") for package in packages)
     }
+
+
+@pytest.mark.long
+def test_every_benchmark_can_be_imported() -> None:
+    """A renamed function of ours would otherwise be found when somebody measures."""
+    folders = [ROOT / "benchmarks", ROOT / "benchmarks" / "experiments", ROOT / "examples"]
+    names = sorted(path.stem for folder in folders[:2] for path in folder.glob("*.py"))
+    assert len(names) > 40
+    code = "import importlib, sys\n"
+    code += f"sys.path[:0] = {[str(folder) for folder in folders]}\n"
+    code += f"for name in {names}:\n    importlib.import_module(name)\n"
+    python(code)
 
 
 def test_a_device_is_light_to_import() -> None:
