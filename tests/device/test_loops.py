@@ -321,6 +321,25 @@ def test_server_that_is_not_ready_is_no_lost_contact(tmp_path: Path, name: str) 
     assert [event.values for event in events if event.kind in ("waiting", "resumed")] == [{"condition": "server"}] * 2
 
 
+def test_return_of_contact_does_not_wait_for_work(tmp_path: Path) -> None:
+    """The first request after a lost one is answered at once; a server holds the others until there is work."""
+    waits: list[tuple[bool, list[str]]] = []
+    nothing = service_pb2.NextAskResponse(come_back=service_pb2.ComeBack())
+
+    class Failing(LyingLink):
+        def next_ask(self, identity: Any, wait_seconds: float) -> Any:
+            waits.append((wait_seconds > 0, [event.kind for event in events if "contact" in event.kind]))
+            if len(waits) == 2:
+                raise LinkError("refused")
+            return super().next_ask(identity, wait_seconds)
+
+    device, events = device_at(Failing(nothing, nothing, nothing), tmp_path, clock=ManualClock())
+    with device:
+        device.run()
+    told = ["lost-contact", "contact-returned"]
+    assert waits == [(True, []), (True, []), (False, told[:1]), (True, told), (True, told)]
+
+
 def test_time_without_contact_begins_with_first_of_all_errors(tmp_path: Path) -> None:
     """Refused for ten seconds, then timed out for fifteen: two reports of the loss, and one of 25 seconds."""
     clock, errors = ManualClock(), [LinkError("refused"), LinkError("timed out")]

@@ -47,6 +47,11 @@ class Contact:
         self._reported_at = -math.inf  # when the last loss was reported
         self._waits = False  # whether the server was not ready
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the server has not replied since the last attempt failed."""
+        return self._lost_at is not None
+
     def lost(self, error: LinkError) -> float:
         """Records a failed attempt; returns the seconds to wait before the next one, with exponential backoff.
 

@@ -151,7 +151,7 @@ class Turns:
         if not self._check_in.has_samples():
             raise NoSamplesError()
         asked_at = self._parts.clock.now()
-        response = self._next_ask(wait_seconds)
+        response = self._next_ask(0.0 if self._contact.is_lost else wait_seconds)  # the app learns of a reply at once
         if response is None:
             return Step.WAITED, 0.0
         self._contact.restored()
