@@ -21,7 +21,6 @@ from support.small_device import SmallWorker
 
 from fleetdistill import Deployment, Device, Eligibility, Event, Predictor, Step
 from fleetdistill.compute import light_worker
-from fleetdistill.compute.torch_compute import TorchCompute
 from fleetdistill.errors import ConfigurationError, DamagedStateError, LinkError, NoRoomError, StateError
 from fleetdistill.replacement import judge
 from fleetdistill.state import failpoints
@@ -109,7 +108,7 @@ def test_an_export_that_failed_is_tried_again(
     device, events = device_of(tmp_path, range(11, 12), clock=clock)
     with device:
         with monkeypatch.context() as patch:
-            patch.setattr(TorchCompute, "export", fail)
+            patch.setattr(torch.onnx, "export", fail)
             (logits,) = play(device, 1)
         for seconds in (59, 1):
             clock.advance(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from fleetdistill.deployment.predictor import DeployedModel
 from fleetdistill.deployment.stamp import stamp
 from fleetdistill.errors import DataError, ExportError
 from fleetdistill.training.onnx_export import export_onnx
+from fleetdistill.training.onnx_file import cpu_session
 
 
 class Residual(nn.Module):
@@ -63,6 +65,50 @@ def images(samples: int, height: int = 10, width: int = 8, seed: int = 9) -> Ten
 def expected(model: nn.Module, x: Tensor) -> np.ndarray:
     with torch.no_grad():
         return np.asarray(model.eval()(x).numpy())
+
+
+class Attends(nn.Module):
+    """Runs layers of attention on each column of an image, between two of its own."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.before, self.layers, self.head = nn.Linear(20, 8), layers, nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns = self.before(x.flatten(1, 2).transpose(1, 2))
+        if isinstance(self.layers, nn.MultiheadAttention):
+            return self.head(self.layers(columns, columns, columns)[0].mean(1))
+        return self.head(self.layers(columns).mean(1))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
+    ],
+    ids=["attention", "layer", "encoder"],
+)
+def test_attention_is_exported(tmp_path: Path, layers: Callable[[], nn.Module], trains: bool) -> None:
+    """In eval mode without gradients PyTorch runs one fused operator, which ONNX does not have."""
+    torch.manual_seed(0)
+    model = Attends(layers()).requires_grad_(trains).eval()
+    export_onnx(model, tmp_path / "model.onnx", images(8), {})
+    session = cpu_session(str(tmp_path / "model.onnx"))
+    result = session.run(["logits"], {"input": images(5).numpy()})[0]
+    np.testing.assert_allclose(result, expected(model, images(5)), atol=1e-5)
+    assert all(parameter.requires_grad is trains for parameter in model.parameters())
+
+
+def test_a_batch_size_in_the_code_of_a_model_is_named(tmp_path: Path) -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.reshape(len(x), 160)[:, :CLASSES]
+
+    with pytest.raises(ExportError, match="the model fixes the batch size in Python code; take it from tensors"):
+        export_onnx(Fixed(), tmp_path / "model.onnx", images(8), {})
 
 
 @pytest.mark.parametrize("name", ["batch-norm", "dropout", "residual"])

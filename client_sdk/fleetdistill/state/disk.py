@@ -10,7 +10,8 @@ from pathlib import Path
 
 from fleetdistill.errors import NoRoomError, StateError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk."""
 
 
 @contextlib.contextmanager
@@ -19,7 +20,7 @@ def disk_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        kind = NoRoomError if error.errno in _FULL else StateError
+        kind = NoRoomError if error.errno in FULL else StateError
         raise kind(f"the state directory {directory} cannot be used: {error}") from error
 
 

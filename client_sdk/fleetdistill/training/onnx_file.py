@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleetdistill.errors import ExportError, WorkInterrupted
+from fleetdistill.errors import ExportError, NoRoomError, WorkInterrupted
+from fleetdistill.state.disk import FULL
 from fleetdistill.state.durable import rename_durably
 from fleetdistill.version import VERSION
 
@@ -62,11 +63,14 @@ def copy_onnx(source: Path, path: Path) -> None:
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Converts any exception of torch, onnx, onnxruntime or the file system to an `ExportError` with context."""
+    """Converts exceptions of torch, onnx, onnxruntime and the file system to `ExportError`, a full disk to another."""
     try:
         yield
     except WorkInterrupted:
         raise
+    except OSError as error:
+        kind = NoRoomError if error.errno in FULL else ExportError
+        raise kind(f"{what} failed: {error}") from error
     except ImportError as error:
         raise ExportError(f"{what} needs {error.name}; install fleetdistill[onnx]") from error
     except Exception as error:
@@ -139,8 +143,11 @@ def compare(
         session = cpu_session(str(path))
     worst = 0.0
     for batch, wanted in zip(batches, expected, strict=True):
-        with doing(f"running the exported model in onnxruntime on a batch of {len(batch)}"):
-            answer = session.run([output], {"input": batch})[0]
+        try:
+            with doing(f"running the exported model in onnxruntime on a batch of {len(batch)}"):
+                answer = session.run([output], {"input": batch})[0]
+        except ExportError as error:
+            raise ExportError(f"{error}; {reference.on_shape}") from error
         if answer.shape != wanted.shape:
             raise ExportError(
                 f"onnxruntime returns shape {answer.shape} for a batch of {len(wanted)}, but {reference.name} returns "

@@ -65,18 +65,28 @@ def trace(
         # Suppress torch's warnings about its own exporter only; warnings about the model's code must reach the app.
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=rf"torch\.|{re.escape(__name__)}$")
         warnings.filterwarnings("ignore", message="Constant folding - Only steps=1")  # from padding; the rest is folded
-        torch.onnx.export(
-            twin,
-            (batch,),
-            str(path),
-            dynamo=False,
-            verbose=False,
-            opset_version=opset,
-            input_names=["input"],
-            output_names=[output],
-            dynamic_axes={"input": dict(free), output: {0: "batch"}},
-            **options,
-        )
+        with _without_fast_path(twin):
+            torch.onnx.export(
+                twin,
+                (batch,),
+                str(path),
+                dynamo=False,
+                verbose=False,
+                opset_version=opset,
+                input_names=["input"],
+                output_names=[output],
+                dynamic_axes={"input": dict(free), output: {0: "batch"}},
+                **options,
+            )
+
+
+@contextmanager
+def _without_fast_path(twin: nn.Module) -> Iterator[None]:
+    """Makes attention run its own layers, as with gradients, instead of one fused operator that ONNX does not have."""
+    for parameter in twin.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    with torch.enable_grad():
+        yield
 
 
 @contextmanager
