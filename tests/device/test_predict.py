@@ -193,6 +193,26 @@ def test_other_inputs_are_refused(tmp_path: Path, inputs: Any, sentence: str) ->
             device.predict(inputs)
 
 
+class Twofold(nn.Module):
+    """Returns its inputs twice."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x, x
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_a_model_that_returns_no_tensor_is_an_error_everywhere(tmp_path: Path, rows: int) -> None:
+    layers = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, CLASSES), Twofold())
+    device, _ = device_at(LyingLink(ask()), tmp_path, model=split_sequential(layers, 1))
+    inputs = np.zeros((rows, 4), np.float32)
+    with device:
+        for give in (device.predict, lambda inputs: device.predict(torch.from_numpy(inputs))):
+            with pytest.raises(ModelError, match="tuple"):
+                give(inputs)
+        with pytest.raises(ModelError, match=r"\(x\) returns a tuple, expected a tensor alone"):
+            device.run()
+
+
 class Overflowing(nn.Module):
     """Leaves numbers as they are, and makes NaN of large ones."""
 

@@ -171,6 +171,7 @@ def test_a_path_builds_an_apps_own_factory():
         ("collections:OrderedDict", "is not a factory of models"),
         ("builtins:dict", "is not a factory of models"),
         ("pathlib:Path", "built a PosixPath"),
+        ("asyncio:get_running_loop", "'asyncio:get_running_loop' raised RuntimeError: no running event loop"),
         ("torch.nn:", "unknown device model"),
         (":build", "unknown device model"),
     ],

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError, ModelError
+from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, KnowledgeError, ModelError
 from fleetdistill.training.local_training import (
     TensorData,
     TrainingReport,
@@ -138,6 +138,10 @@ class TestTraining:
         with pytest.raises(ConfigurationError, match="batch_size is 1"):
             _train(_linear(batch_norm=True), _noise(4), batch_size=1)
         assert _train(_linear(), _noise(1)).steps == 2
+
+    def test_a_frozen_model_declines_with_what_to_do(self) -> None:
+        with pytest.raises(CannotAnswer, match=r"requires a gradient; call model.requires_grad_\(True\)"):
+            _train(_linear().requires_grad_(False), _noise(10))
 
     def test_no_samples_are_refused(self) -> None:
         with pytest.raises(DataError, match="nothing to train on"):

@@ -176,6 +176,57 @@ def test_faulty_logits_are_refused_with_their_cause(change, says):
         check_local_model(Faulty(), torch.randn(2, 4))
 
 
+@pytest.mark.parametrize("member", ["forward", "features", "predict"])
+@pytest.mark.parametrize(
+    ("change", "returned"),
+    [
+        (lambda y: (y, y), "a tuple"),
+        (lambda y: {"logits": y}, "a dict"),
+        (lambda y: [y], "a list"),
+        (lambda y: y.numpy(), "a ndarray"),
+        (lambda y: None, "None"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_with_its_type(member, change, returned):
+    class Apart(OwnModel):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.extractor(x).relu())
+
+    model = Apart()
+    right = getattr(model, member)
+    setattr(model, member, lambda x: change(right(x)))
+    call = {"forward": "", "features": ".features", "predict": ".predict"}[member]
+    with pytest.raises(ModelError, match=rf"^Apart{call}\(\w+\) returns {returned}, expected a tensor alone$"):
+        check_local_model(model, torch.randn(2, 4))
+
+
+def test_lazy_layers_must_have_weights():
+    def lazy() -> nn.Sequential:
+        return nn.Sequential(nn.Flatten(), nn.LazyLinear(5), nn.Linear(5, 3))
+
+    with pytest.raises(ModelError, match=r"stages.1.weight has no shape yet; run the model once before you pass it"):
+        check_local_model(split_sequential(lazy(), after=2))
+    with pytest.raises(ModelError, match=r"has a lazy layer, whose .* has no shape yet"):
+        check_local_model(split_sequential(nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(4, 3)), after=1))
+    layers = lazy()
+    layers(torch.zeros(1, 4))
+    check_local_model(split_sequential(layers, after=2), torch.randn(2, 4), classes=3)
+
+
+def test_the_remedy_is_that_of_the_cause():
+    with pytest.raises(ModelError, match=r"build the model for inputs of shape \[7\]$"):
+        check_local_model(chain(), torch.randn(2, 7))
+    with pytest.raises(ModelError, match=r"its weights are torch.float64, convert them with model.float\(\)$"):
+        check_local_model(chain().double(), torch.randn(2, 4))
+
+    class Broken(OwnModel):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError("my own mistake")
+
+    with pytest.raises(ModelError, match=r"fails on samples of shape \(2, 4\): 'my own mistake'$"):
+        check_local_model(Broken(), torch.randn(2, 4))
+
+
 def test_samples_of_another_type_are_refused_in_one_line():
     with pytest.raises(ModelError, match="samples is a ndarray, expected a tensor"):
         check_local_model(chain(), torch.randn(2, 4).numpy())  # type: ignore[arg-type]

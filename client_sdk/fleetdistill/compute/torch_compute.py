@@ -177,6 +177,8 @@ class FrozenModel:
                 reason = str(error).strip().split("\n")[0]
                 text = f"the model cannot process a batch of shape {shape}: {reason}{self._advice()}"
                 raise ModelError(text) from error
+        if not isinstance(logits, torch.Tensor):
+            raise ModelError(f"the model returns a {type(logits).__name__}, expected a tensor [batch, classes]")
         made = logits.to(batch.device, torch.float32)
         return made if isinstance(inputs, torch.Tensor) else made.numpy()
 

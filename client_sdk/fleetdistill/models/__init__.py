@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fleetdistill.errors import ConfigurationError
+from fleetdistill.errors import ConfigurationError, FleetDistillError
 from fleetdistill.names import unknown_name
 
 if TYPE_CHECKING:
@@ -163,7 +163,12 @@ def build(table: Mapping[str, str], kind: str, name_or_path: str, options: Mappi
     """
     factory = resolve(table, kind, name_or_path)
     _check_options(factory, f"{kind} {name_or_path!r}", options)
-    model = factory(**options)
+    try:
+        model = factory(**options)
+    except FleetDistillError:
+        raise
+    except Exception as error:  # the app's function may raise anything
+        raise ConfigurationError(f"{kind} {name_or_path!r} raised {type(error).__name__}: {error}") from error
     from torch import nn  # imported here because listing models must work without torch
 
     if not isinstance(model, nn.Module):

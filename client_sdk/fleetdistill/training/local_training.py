@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fleetdistill.errors import ConfigurationError, DataError, KnowledgeError, ModelError
+from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, KnowledgeError, ModelError
 from fleetdistill.interruption import check_may_continue
 from fleetdistill.progress import report_progress
 from fleetdistill.training.figures import Counts
@@ -173,6 +173,8 @@ def train_steps(
         A report; `mean_loss` is the mean over all steps, NaN without a step.
     """
     check_plan(epochs, batch_size)
+    if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
+        raise CannotAnswer("no parameter that is to be trained requires a gradient; call model.requires_grad_(True)")
     smallest = check_smallest_batch(model, count, batch_size)
     steps, samples, loss_sum = 0, 0, 0.0
     with in_mode(model, training=True), frozen_batch_norm(model, count < smallest_batch(model)):

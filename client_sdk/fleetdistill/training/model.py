@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from fleetdistill.errors import ModelError
 
@@ -264,6 +265,7 @@ def check_local_model(model: nn.Module, samples: Tensor | None = None, classes: 
             "layers, split_sequential; or add `extractor` (a submodule), `features(x)` and `predict(features)`"
         )
     _refuse_foreign_extractor(model)
+    _refuse_lazy_layers(model)
     taps = cast(FeatureModel, model)
     if samples is not None:
         _try_taps(model, taps, samples, classes)
@@ -280,6 +282,15 @@ def _refuse_foreign_extractor(model: nn.Module) -> None:
     )
 
 
+def _refuse_lazy_layers(model: nn.Module) -> None:
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                f"{type(model).__name__} has a lazy layer, whose {name} has no shape yet; run the model once before "
+                "you pass it: model(torch.zeros(1, *input_shape))"
+            )
+
+
 def _try_taps(model: nn.Module, taps: FeatureModel, samples: Tensor, classes: int | None) -> None:
     name = type(model).__name__
     if not isinstance(samples, Tensor):
@@ -287,11 +298,15 @@ def _try_taps(model: nn.Module, taps: FeatureModel, samples: Tensor, classes: in
         raise ModelError(f"samples is a {kind}, expected a tensor [batch, *input_shape]; convert with torch.as_tensor")
     try:
         with evaluating(model), torch.no_grad():
-            logits, again = taps(samples), taps.predict(taps.features(samples))
+            logits, features = taps(samples), taps.features(samples)
+            again = taps.predict(features) if isinstance(features, Tensor) else None
     except Exception as error:  # the app's code can raise any exception
-        reason = str(error).strip().split("\n")[0]
-        remedy = f"build the model for inputs of shape {list(samples.shape[1:])}"
-        raise ModelError(f"{name} fails on samples of shape {tuple(samples.shape)}: {reason}; {remedy}") from error
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        text = f"{name} fails on samples of shape {tuple(samples.shape)}: {reason}{_remedy(model, samples, error)}"
+        raise ModelError(text) from error
+    for call, result in {"(x)": logits, ".features(x)": features, ".predict(features)": again}.items():
+        if not isinstance(result, Tensor):
+            raise ModelError(f"{name}{call} returns {_indefinite(result)}, expected a tensor alone")
     if logits.ndim != 2 or len(logits) != len(samples) or (classes is not None and logits.shape[1] != classes):
         expected = f"[{len(samples)}, {'classes' if classes is None else classes}]"
         remedy = "" if classes is None else f"; the run has {classes} classes, build the model for as many"
@@ -306,6 +321,17 @@ def _try_taps(model: nn.Module, taps: FeatureModel, samples: Tensor, classes: in
             if is_random
             else f"{name}: predict(features(x)) differs from model(x); both must run the same layers"
         )
+
+
+def _remedy(model: nn.Module, samples: Tensor, error: Exception) -> str:
+    dtype = place_of_inputs(model)[1]
+    if dtype != samples.dtype:
+        return f"; its weights are {dtype}, convert them with model.float()"
+    return f"; build the model for inputs of shape {list(samples.shape[1:])}" if isinstance(error, RuntimeError) else ""
+
+
+def _indefinite(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
