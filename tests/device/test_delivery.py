@@ -222,6 +222,23 @@ def test_an_ask_that_fails_for_a_full_disk_is_told_once(
     assert events.kinds().count("ask") == 1
 
 
+def test_a_device_whose_disk_is_full_at_check_in_leaves(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server takes it for present already, and a round would wait for it."""
+
+    def full(name: str) -> None:
+        if name == "device.check-in.before-save":
+            raise NoRoomError("No space left on device")
+
+    with make_device(fleet, tmp_path) as device:
+        monkeypatch.setattr(failpoints, "hit", full)
+        with pytest.raises(NoRoomError):
+            device.step(0)
+        assert fleet.store.devices.present(RUN)
+    assert not fleet.store.devices.present(RUN)
+
+
 def test_an_upload_that_is_refused_neither_delivers_nor_counts(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ask("d")
     events = EventLog()

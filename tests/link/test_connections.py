@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import pytest
 from support.live_front import Client, LiveFront, live_front, prepare_store
-from support.processes import PATIENCE_SECONDS, wait_until
+from support.processes import PATIENCE_SECONDS, free_port, wait_until
 
 from fleetdistill.errors import LinkError, RefusedError
 from fleetdistill.link.grpc_link import Connection, GrpcLink
+from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.config.limits import Limits
 
 
@@ -66,6 +69,30 @@ def test_calls_of_device_do_not_wait_for_others_in_process(front: LiveFront, cli
     for link in links:
         link.close()
     assert len(ended) == 1
+
+
+def test_first_call_after_an_outage_reaches_the_server() -> None:
+    """It does not wait for gRPC, which tries to connect again after up to two seconds."""
+
+    def abort(request: bytes, context: grpc.ServicerContext) -> NoReturn:
+        context.abort(grpc.StatusCode.INTERNAL, "reached")
+
+    handler = grpc.method_handlers_generic_handler(
+        "fleetdistill.wire.v1.DeviceService", {"Heartbeat": grpc.unary_unary_rpc_method_handler(abort)}
+    )
+    port = free_port()
+    link, identity = GrpcLink(f"127.0.0.1:{port}"), service_pb2.Identity()
+    for _ in range(4):
+        with pytest.raises(LinkError, match="nothing listens on this port"):
+            link.heartbeat(identity)
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool, [handler])
+        server.add_insecure_port(f"127.0.0.1:{port}")
+        server.start()
+        with pytest.raises(LinkError, match="INTERNAL, reached"):
+            link.heartbeat(identity)
+        server.stop(None).wait()
+    link.close()
 
 
 def test_links_share_a_connection_which_none_of_them_closes(front: LiveFront, clients: list[Client]) -> None:

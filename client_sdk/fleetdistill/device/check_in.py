@@ -52,6 +52,9 @@ class CheckIn:
         max_threads: Maximum number of threads that a run may require.
         only_private: Whether the app allows only private runs.
         secure: The app's terms of secure sums, without which it allows no run; None for any run.
+
+    Attributes:
+        accepted: Whether the server takes the device for present, even if its reply could not be stored.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class CheckIn:
         self._max_threads = max_threads
         self._only_private = only_private
         self._secure = secure
+        self.accepted = False
         self._terms: service_pb2.CheckInResponse | None = None
         self._columns_sent: tuple[str, ...] = ()
         self._replaced = False  # whether `replace_data` was called and its data are not read yet
@@ -79,6 +83,7 @@ class CheckIn:
     def forget_terms(self) -> None:
         """Makes the device check in again, for example because a restored server has an outdated profile of it."""
         self._terms = None
+        self.accepted = False
 
     @contextlib.contextmanager
     def as_link_errors(self) -> Iterator[None]:
@@ -164,6 +169,7 @@ class CheckIn:
         except RefusedError:
             self._note_reply(run, profile)
             raise
+        self.accepted |= profile is not None
         self._note_reply(run, profile)
         return terms
 

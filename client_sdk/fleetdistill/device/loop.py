@@ -124,7 +124,7 @@ class Turns:
 
     def leave(self) -> bool:
         """Leaves the run, unless the device has not checked in or still owes an answer; returns whether it called."""
-        if self._check_in.terms is None or self._ask_interrupted:
+        if not self._check_in.accepted or self._ask_interrupted:
             return False
         with contextlib.suppress(FleetDistillError):
             if not self._ask_declined and self._parts.storage.outbox.pending() is not None:

@@ -121,6 +121,7 @@ class GrpcLink:
         self._source = source
         self._opening = threading.Lock()
         self._used: Credentials | None = None
+        self._broken = False  # whether the connection has failed; a new one does not wait to connect again
         self._own: list[Connection] = []
         self._calls: set[Any] = set()  # the calls that `interrupt` cancels
         self._probe_at, self._accepts_tls = 0.0, False
@@ -132,12 +133,11 @@ class GrpcLink:
     @property
     def _stub(self) -> Any:
         """Stub of a connection with a valid certificate."""
-        if self._source is not None:
-            fresh = self._source.current()
-            with self._opening:
-                if fresh is not self._used:
-                    self._open(Connection(self._server, fresh))
-                    self._used = fresh
+        fresh = None if self._source is None else self._source.current()
+        with self._opening:
+            if fresh is not self._used or self._broken:
+                self._open(Connection(self._server, fresh))
+                self._used, self._broken = fresh, False
         return self._connection.stub
 
     def _open(self, connection: Connection) -> None:
@@ -255,6 +255,7 @@ class GrpcLink:
             with _as_link_errors(self._server):
                 yield
         except _NotAdmitted as error:
+            self._broken = bool(self._own)
             self._check_tls(error)
             raise LinkError(str(error)) from None
         except LinkError as error:
