@@ -27,7 +27,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     import difflib  # only for this error
 
     close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; did you mean {str(close[0])!r}?" if close else ""
 
 
 def unknown_name(what: str, name: object, known: Iterable[str]) -> str:

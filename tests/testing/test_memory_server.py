@@ -235,6 +235,7 @@ def test_a_refusal_that_ends_a_device_reaches_the_app(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: lost("uplaod"), "unknown call 'uplaod'; did you mean 'upload'?"),
+        (lambda: refused("upload", "no-spaec"), "unknown code 'no-spaec'; did you mean 'no-space'?"),
         (lambda: lost("upload", 0), "nth is 0, must be at least 1"),
         (lambda: Fault("leave", None, change=lambda header: header), "change is for upload only"),
         (lambda: cut("next_ask", 1), "chunks=1.: chunks must be at least 0, for upload and download only"),
