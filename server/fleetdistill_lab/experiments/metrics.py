@@ -118,11 +118,11 @@ def _global(name: str) -> Callable[[Report, Target | None], float | None]:
 
 
 def _fairness(name: str) -> Callable[[Report, Target | None], float | None]:
-    """Reads a spread of the own-class accuracies: of the personal models, or of the devices' without those."""
+    """Reads a spread of the accuracies whose mean is `own_accuracy`."""
 
     def read(report: Report, target: Target | None) -> float | None:
-        rows = [row for row in report["comparison"] if row["name"].endswith("personal")] or report["comparison"]
-        spread = rows[0]["own_fairness"]
+        personal = [row["own_fairness"] for row in report["comparison"] if row["name"].endswith("personal")]
+        spread = personal[0] if personal else report["own_fairness_fleet"]
         return None if spread is None else float(spread[name])
 
     return read
@@ -169,11 +169,15 @@ METRICS: Mapping[str, Metric] = {
     "c_spec_median": Metric("C-Spec, median of the last 20 rounds", _late("c_spec_median")),
     "c_per_median": Metric("C-Per, median of the last 20 rounds", _late("c_per_median")),
     "ua": Metric("Average user accuracy, mean of the last 10 rounds", _late("ua_mean")),
-    "own_worst": Metric("Accuracy on own classes, worst tenth of the devices", _fairness("worst")),
-    "own_jain": Metric("Jain's index of the accuracies on own classes", _fairness("jain")),
+    "own_worst": Metric(
+        "Accuracy on own classes, (personal) model at the end, worst tenth of the devices", _fairness("worst")
+    ),
+    "own_jain": Metric("Jain's index of the accuracies on own classes, (personal) model at the end", _fairness("jain")),
     "top_k": Metric("Top-k accuracy of the devices' models on all classes", _first("top_k")),
-    "f1_weighted": Metric("Weighted F1 of the device models on all classes", _score("f1_weighted", "c_gen")),
-    "f1_macro": Metric("Macro F1 of the device models on all classes", _score("f1_macro", "c_gen")),
+    "f1_weighted": Metric("Weighted F1 on all classes, model at the end", _field("mean_f1_weighted_fleet")),
+    "f1_macro": Metric("Macro F1 on all classes, model at the end", _field("mean_f1_macro_fleet")),
+    "c_gen_f1_weighted": Metric("C-Gen in weighted F1", _score("f1_weighted", "c_gen")),
+    "c_gen_f1_macro": Metric("C-Gen in macro F1", _score("f1_macro", "c_gen")),
     "rounds_to_target": _to_target("Rounds", _rounds),
     "bytes_to_target": _to_target("Bytes of a device", _bytes_to_target, "bytes"),
     "exchanges_to_target": _to_target("Exchanges of a device", _spent("exchanges")),

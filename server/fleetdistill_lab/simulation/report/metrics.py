@@ -278,12 +278,13 @@ def fairness_of(accuracies: Sequence[float]) -> Fairness | None:
         return None
     ascending = np.sort(accuracies)
     bins = np.minimum((10 * ascending + 1e-9).astype(np.int64), 9)  # a rounded 0.3 is in [0.3, 0.4)
-    squares = float(np.sum(ascending**2))
+    best = float(ascending[-1])
+    shares = ascending / best if best else np.ones(len(ascending))  # squares of tiny rates would lose their digits
     return Fairness(
         bins=np.bincount(bins, minlength=10).tolist(),
         std=float(np.std(ascending)),
         worst=float(np.mean(ascending[: max(1, len(ascending) // 10)])),
-        jain=float(np.sum(ascending)) ** 2 / (len(ascending) * squares) if squares else 1.0,
+        jain=float(np.sum(shares)) ** 2 / (len(shares) * float(np.sum(shares**2))),
     )
 
 

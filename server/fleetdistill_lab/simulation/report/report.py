@@ -26,7 +26,14 @@ from fleetdistill_lab.simulation.report.comparison import (
 from fleetdistill_lab.simulation.report.device_plots import DeviceCurves
 from fleetdistill_lab.simulation.report.device_report import DeviceBytes, device_report, last_matrices, parameters_of
 from fleetdistill_lab.simulation.report.history import FleetHistory, OwnHistory
-from fleetdistill_lab.simulation.report.metrics import Ints, accuracy_by_class, accuracy_or_none
+from fleetdistill_lab.simulation.report.metrics import (
+    Ints,
+    accuracy_by_class,
+    accuracy_or_none,
+    f1_macro,
+    f1_weighted,
+    fairness_of,
+)
 from fleetdistill_lab.simulation.report.outcome import Controls, FedAvgControl, Outcome
 from fleetdistill_lab.simulation.report.plots import FIGURES, save_report_figure
 from fleetdistill_lab.simulation.report.results import (
@@ -69,7 +76,7 @@ def make_report(done: Outcome) -> FleetReport:
         finished=done.finished,
         seconds=round(done.seconds, 2),
         **_mean_accuracies(devices, scores, done.controls.alone),
-        **_accuracies_by_class(done.history),
+        **_scores_at_the_end(done.history, devices),
         **_fedavg_figures(done.controls.fedavg),
         scores=scores,
         figures_by_round=by_round,
@@ -191,10 +198,15 @@ def _mean_accuracies(
     }
 
 
-def _accuracies_by_class(history: FleetHistory) -> dict[str, Any]:
-    of_devices = [last_matrices(history, device)[1] for device in history.devices]
+def _scores_at_the_end(history: FleetHistory, devices: Sequence[DeviceReport]) -> dict[str, Any]:
+    last = [last_matrices(history, device)[1] for device in history.devices]
+    of_devices = [counts for counts in last if counts is not None]
+    own = [device.own_accuracy_fleet for device in devices]
     return {
-        "mean_accuracy_by_class": accuracy_by_class([counts for counts in of_devices if counts is not None]),
+        "mean_f1_weighted_fleet": _mean_where_known([f1_weighted(counts) for counts in of_devices]),
+        "mean_f1_macro_fleet": _mean_where_known([f1_macro(counts) for counts in of_devices]),
+        "own_fairness_fleet": fairness_of([rate for rate in own if rate is not None]),
+        "mean_accuracy_by_class": accuracy_by_class(of_devices),
         "global_accuracy_by_class": accuracy_by_class([counts for counts in history.server[-1:] if counts is not None]),
     }
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from fleetdistill_lab.simulation.report.comparison import ComparisonRow, Curve, RoundBytes
-from fleetdistill_lab.simulation.report.metrics import CurveSummary
+from fleetdistill_lab.simulation.report.metrics import CurveSummary, Fairness
 from fleetdistill_lab.simulation.report.scores import Figures, FleetFigures, LateFigures
 from fleetdistill_lab.simulation.report.simulated_time import SimulatedTimes
 
@@ -176,6 +176,9 @@ class FleetReport:
         mean_accuracy_fleet: Mean over the same devices, of the model that each has at the end, which with methods that
             average models is the global one; None if none was scored.
         mean_accuracy_trained: Mean over the same devices, of their models after the last own training.
+        mean_f1_weighted_fleet, mean_f1_macro_fleet: F1 of the models of `mean_accuracy_fleet` on the test set, as the
+            mean over the classes weighted by their samples, and over the classes that are present or predicted.
+        own_fairness_fleet: How evenly the accuracies of `mean_own_accuracy_fleet` are spread over the devices.
         mean_accuracy_by_class: On each class, the mean that `mean_accuracy_fleet` is on all classes; None for
             one without test rows.
         global_accuracy_by_class: Accuracy of the global model on each class; None for one without test rows.
@@ -244,6 +247,9 @@ class FleetReport:
     mean_accuracy_alone: float | None
     mean_accuracy_fleet: float | None
     mean_accuracy_trained: float | None
+    mean_f1_weighted_fleet: float | None
+    mean_f1_macro_fleet: float | None
+    own_fairness_fleet: Fairness | None
     mean_accuracy_by_class: list[float | None] | None
     global_accuracy_by_class: list[float | None] | None
     mean_own_accuracy_alone: float | None

@@ -59,7 +59,9 @@ class FleetFigures(TypedDict):
 
     Attributes:
         accuracy, f1_weighted, f1_macro: Figures in accuracy, in F1 as the mean over the classes weighted by their
-            samples, and in F1 as the mean over the classes that are present or predicted.
+            samples, and in F1 as the mean over the classes that are present or predicted. As in CDKT-FL's code, F1 is
+            computed on each device's test data, in which a class has the device's share of it, and C-Gen is the mean
+            over all pairs of a model and a device's data; so it is not F1 on the test set.
     """
 
     accuracy: Figures

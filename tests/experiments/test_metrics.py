@@ -1,0 +1,70 @@
+"""The metrics of an experiment are of the models that their titles name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+from sklearn.metrics import accuracy_score, f1_score
+
+from fleetdistill_lab import Simulation, simulate
+from fleetdistill_lab.experiments.metrics import METRICS, Report, read_metrics
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose devices end with another model than that of their last training."""
+    folder = tmp_path_factory.mktemp("metrics") / "out"
+    simulate(
+        Simulation(
+            method="fedavg",
+            models=("digits_mlp_small",),
+            devices=10,
+            partition="class_shards",
+            classes_per_device=2,
+            rounds=2,
+            with_alone=False,
+            with_fedavg=False,
+            out=folder,
+        )
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(out: Path) -> Report:
+    result: Report = json.loads((out / "report.json").read_text())
+    return result
+
+
+def test_spread_is_that_of_the_accuracies_whose_mean_is_printed(report: Report) -> None:
+    rates = np.array([device["own_accuracy_fleet"] for device in report["devices"]])
+    found = read_metrics(report, None)
+    assert found["own_accuracy"] == pytest.approx(rates.mean())
+    assert found["own_worst"] == pytest.approx(rates.min())  # a tenth of ten devices
+    assert found["own_jain"] == pytest.approx(rates.sum() ** 2 / (10 * (rates**2).sum()))
+    trained = np.array([device["own_accuracy_trained"] for device in report["devices"]])
+    assert trained.min() > rates.min(), "the models after local training are others"
+
+
+def test_f1_is_that_of_the_model_at_the_end_on_the_test_set(out: Path, report: Report) -> None:
+    """All devices end with the global model; the file of one of them gives the same."""
+    (file,) = (out / "onnx").glob("*.onnx")
+    with np.load(out / "work" / "test.npz") as test:
+        inputs, labels = test["inputs"], test["labels"]
+    predicted = onnxruntime.InferenceSession(file).run(["logits"], {"input": inputs.astype(np.float32)})[0].argmax(1)
+    found = read_metrics(report, None)
+    assert found["accuracy"] == pytest.approx(accuracy_score(labels, predicted))
+    present = sorted({*labels.tolist(), *predicted.tolist()})
+    for name in ("macro", "weighted"):
+        expected = f1_score(labels, predicted, average=name, labels=present, zero_division=0)
+        assert found[f"f1_{name}"] == pytest.approx(expected)
+    assert found["c_gen_f1_macro"] != pytest.approx(found["f1_macro"])
+
+
+def test_titles_name_the_model() -> None:
+    for name in ("accuracy", "own_accuracy", "own_worst", "own_jain", "f1_macro", "f1_weighted"):
+        assert "model at the end" in METRICS[name].title
