@@ -153,7 +153,7 @@ def prepare(wanted: Simulation, work: Path) -> Prepared:
     test_rows = slice(0, wanted.test_limit)
     data = replace(data, test_images=data.test_images[test_rows], test_labels=data.test_labels[test_rows])
     data = hold_out_proxy(wanted, data, work)
-    split = partition(wanted.partition, data.train_labels.numpy(), wanted.devices, wanted.seed, alpha=wanted.alpha)
+    split = partition(wanted.partition_path, data.train_labels.numpy(), wanted.devices, wanted.seed, alpha=wanted.alpha)
     return make_run_config(wanted, data, work), make_specs(wanted, data, split, work), work
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "build_model",
     "is_of_library",
     "path_of",
+    "resolve",
 ]
 
 MODELS: Mapping[str, str] = MappingProxyType(

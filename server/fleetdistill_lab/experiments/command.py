@@ -211,7 +211,7 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     own = {name: entry.settings for name, entry in experiment.methods.items() if entry.settings}
     title = "; ".join(
         [
-            f"{getattr(first.dataset, 'name', first.dataset)}, {counted(devices, 'device')}, {first.partition}, "
+            f"{getattr(first.dataset, 'name', first.dataset)}, {counted(devices, 'device')}, {first.partition_path}, "
             f"alpha {first.alpha:g}, {rounds}, seeds {', '.join(map(str, experiment.seeds))}",
             f"networks {next(iter(networks))}" if len(networks) == 1 else "networks differ between methods",
             *(f"{name} with {', '.join(f'{key} = {value}' for key, value in of.items())}" for name, of in own.items()),
@@ -221,7 +221,7 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     save_figure(draw_lines(lines, textwrap.fill(title, _TITLE_WIDTH)), out, "compare", ("png",))
     missing = missing_controls(list(experiment.methods))
     facts = {
-        "partition": first.partition,
+        "partition": first.partition_path,
         "devices": devices,
         "seeds": list(experiment.seeds),
         "controls_missing": missing,

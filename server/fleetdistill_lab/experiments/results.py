@@ -411,7 +411,7 @@ def _run_row(cell: Cell, status: str, error: str, seconds: float, report: Report
         "error": error,
         "seconds": seconds,
         "devices": len(report.get("devices", ())) or cell.simulation.devices,
-        "partition": cell.simulation.partition,
+        "partition": cell.simulation.partition_path,
         "partition_parameters": json.dumps(report.get("partition_parameters", {})),
         "settings": json.dumps(cell.sections, default=str),
         "method_settings": json.dumps(report.get("settings", {})),

@@ -92,13 +92,13 @@ def check_settings(wanted: Simulation) -> None:
         raise ConfigurationError(
             f"client_column is {wanted.client_column!r}, but the data set is not one of the Hugging Face Hub; remove it"
         )
-    check_partition_settings(wanted.partition, wanted.partition_settings)
-    needed = partition_parameters(wanted.partition)
+    check_partition_settings(wanted.partition_path, wanted.partition_settings)
+    needed = partition_parameters(wanted.partition_path)
     if "alpha" in needed:
         check_alpha(wanted.alpha)
     if "classes_per_device" in needed and wanted.classes_per_device < 1:
         raise ConfigurationError(f"classes_per_device is {wanted.classes_per_device}, must be at least 1")
-    if "classes_per_device" in needed and wanted.partition != "class_shards" and isinstance(wanted.dataset, str):
+    if "classes_per_device" in needed and wanted.partition_path != "class_shards" and isinstance(wanted.dataset, str):
         classes = DATASETS.get(wanted.dataset.lower().replace("_", "-"))  # of a built-in one, without reading it
         if classes is not None:
             check_classes_per_device(wanted.classes_per_device, len(classes))
@@ -139,9 +139,9 @@ def _check_test_part(wanted: Simulation) -> None:
         raise ConfigurationError(f"score_rows has no effect with test_part {part}, which scores all rows; leave it out")
     if part == LOCAL_SPLIT and wanted.test_limit is not None:
         raise ConfigurationError(f"test_limit has no effect with test_part {part}, whose rows are training rows")
-    if part == LOCAL_CLIENT and wanted.partition != "by_client":
+    if part == LOCAL_CLIENT and wanted.partition_path != "by_client":
         raise ConfigurationError(
-            f"test_part {part} gives a device its client's test rows, but the partition is {wanted.partition}; "
+            f"test_part {part} gives a device its client's test rows, but the partition is {wanted.partition_path}; "
             "use by_client"
         )
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill_lab import Simulation
 from fleetdistill_lab.simulation.data.dealing import (
     counts_from_pools,
     cut_sizes,
@@ -355,6 +356,81 @@ class TestTraps:
 
     def test_iid_sizes_differ_by_one_at_most(self) -> None:
         assert sorted(iid(TEN_BY_100, 7, 0).sizes) == [142] + [143] * 6
+
+
+def halves(labels: Any, devices: int, seed: int, alpha: float, *, first: int = 0) -> list[Any]:
+    """A partition of an app: all rows in the order of a seed, and `first` of them to nobody."""
+    assert alpha > 0
+    rows = np.random.default_rng(seed).permutation(len(labels))
+    return np.array_split(rows[first:], devices)
+
+
+def faulty(labels: Any, devices: int, seed: int, what: str = "") -> list[Any]:
+    rows = [part.tolist() for part in np.array_split(np.arange(len(labels)), devices)]
+    if not what:
+        raise KeyError("no such split")
+    return {
+        "few": rows[1:],
+        "empty": [[], *rows[1:]],
+        "floats": [np.array(rows[0], float), *rows[1:]],
+        "twice": [[*rows[0], rows[1][0]], *rows[1:]],
+        "outside": [[*rows[0], len(labels)], *rows[1:]],
+        "negative": [[-1], *rows[1:]],
+    }[what]
+
+
+def needing(labels: Any, devices: int, seed: int, sigma: float) -> list[Any]:
+    return []
+
+
+class TestOwn:
+    """A partition of one's own."""
+
+    KIND = f"{__name__}:halves"
+
+    def test_its_rows_are_those_that_it_returns(self) -> None:
+        split = partition(self.KIND, TEN_BY_100, 5, seed=3, alpha=0.5, first=10)
+        assert split.kind == self.KIND
+        assert split.parameters == {"devices": 5, "seed": 3, "alpha": 0.5, "first": 10}
+        expected = halves(TEN_BY_100, 5, 3, 0.5, first=10)
+        assert all(np.array_equal(a, np.sort(b)) for a, b in zip(split.indices, expected, strict=True))
+
+    def test_its_settings_are_those_of_the_simulation(self) -> None:
+        assert partition_parameters(self.KIND) == ("alpha",)
+        check_partition_settings(self.KIND, {"first": 3})
+        with pytest.raises(ConfigurationError, match=r"\[partition\] unknown setting 'frist'; did you mean 'first'"):
+            check_partition_settings(self.KIND, {"frist": 3})
+        with pytest.raises(ConfigurationError, match="needs sigma, which is no setting of"):
+            partition_parameters(f"{__name__}:needing")
+
+    @pytest.mark.parametrize(
+        ("what", "says"),
+        [
+            ("few", "returned 4 parts for 5 devices"),
+            ("empty", r"returned float64 of shape \[0\] for device 0, expected a vector of at least one row number"),
+            ("floats", r"returned float64 of shape \[200\] for device 0"),
+            ("twice", "gave row 200 more than once"),
+            ("outside", "gave device 0 row 1000, but the data have rows 0 to 999"),
+            ("negative", "gave device 0 row -1, but the data have rows 0 to 999"),
+        ],
+    )
+    def test_rows_that_cannot_be_used_are_named(self, what: str, says: str) -> None:
+        with pytest.raises(DataError, match=f"partition '{__name__}:faulty' {says}"):
+            partition(f"{__name__}:faulty", TEN_BY_100, 5, 0, what=what)
+
+    def test_what_it_raises_is_told(self) -> None:
+        with pytest.raises(ConfigurationError, match="raised KeyError: 'no such split'"):
+            partition(f"{__name__}:faulty", TEN_BY_100, 5, 0)
+        with pytest.raises(ConfigurationError, match=r"unknown partition 'half'.*, or package\.module:function"):
+            partition("half", TEN_BY_100, 5, 0)
+        with pytest.raises(ConfigurationError, match="has no function 'thirds'"):
+            partition(f"{__name__}:thirds", TEN_BY_100, 5, 0)
+
+    def test_a_simulation_takes_the_function_itself(self) -> None:
+        wanted = Simulation(method="fedavg", partition=halves, alpha=0.3)
+        assert wanted.partition == wanted.partition_path == self.KIND
+        with pytest.raises(ConfigurationError, match="not a function at the top level of a module"):
+            Simulation(method="fedavg", partition=lambda labels, devices, seed: [])
 
 
 class TestArguments:

@@ -2,20 +2,24 @@
 
 Every partition is a pure function of the labels, the number of devices, its parameters and the seed. Dirichlet
 partitions by class and per device with the same alpha are different problems, so report `Partition.kind` with results.
+
+A partition of one's own is `package.module:function`, a function of (labels, devices, seed) and settings that returns
+the rows of each device.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
-from fleetdistill.errors import ConfigurationError, DataError
+from fleetdistill.errors import ConfigurationError, DataError, FleetDistillError
 from fleetdistill.methods.base import check_choice
+from fleetdistill.models import resolve
 from fleetdistill.names import unknown_name
 from fleetdistill_lab.simulation.data.dealing import (
     ROUNDINGS,
@@ -291,13 +295,21 @@ def partition_parameters(kind: str) -> tuple[str, ...]:
     """Returns the names of a partition's required parameters besides labels, devices and seed.
 
     Raises:
-        ConfigurationError: `kind` is unknown.
+        ConfigurationError: `kind` is unknown, or needs what is no setting of a simulation.
     """
     needed = inspect.signature(_known(kind)).parameters.values()
-    names = (item.name for item in needed if item.default is inspect.Parameter.empty)
-    return tuple(name for name in names if name not in ("labels", "devices", "seed"))
+    named = [item.name for item in needed if item.default is item.empty and item.kind is not item.VAR_KEYWORD]
+    result = tuple(name for name in named if name not in ("labels", "devices", "seed"))
+    for name in result:
+        if name not in _FROM_SIMULATION:
+            raise ConfigurationError(
+                f"partition {kind!r} needs {name}, which is no setting of [simulation]; give it a default, which "
+                f"[partition] {name} replaces"
+            )
+    return result
 
 
+_FROM_SIMULATION = ("alpha", "classes_per_device", "clients")
 _LOWEST = {"min_size": 0, "max_tries": 1, "stride": 1, "unbalanced": 0}
 """Smallest values of parameters with a default."""
 
@@ -308,7 +320,8 @@ def check_partition_settings(kind: str, settings: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: `kind` is unknown, has no such parameter, or the value has another type or is out of range.
     """
-    types = get_type_hints(deal := _known(kind))
+    deal = _known(kind)
+    types = get_type_hints(deal) if kind in PARTITIONS else {}
     known = [item.name for item in inspect.signature(deal).parameters.values() if item.default is not item.empty]
     for name, value in settings.items():
         if name in partition_parameters(kind):
@@ -321,6 +334,8 @@ def check_partition_settings(kind: str, settings: Mapping[str, Any]) -> None:
             )
         if name not in known:
             raise ConfigurationError(f"[partition] {unknown_name('setting', name, known)}")
+        if name not in types:
+            continue
         accepted = (int, float) if types[name] is float else types[name]
         if not isinstance(value, accepted) or (isinstance(value, bool) and types[name] is not bool):
             raise ConfigurationError(f"[partition] {name} is {value!r}, expected {types[name].__name__}")
@@ -331,10 +346,10 @@ def check_partition_settings(kind: str, settings: Mapping[str, Any]) -> None:
 
 
 def partition(kind: str, labels: npt.ArrayLike, devices: int, seed: int, **parameters: Any) -> Partition:
-    """Partitions rows with the partition named `kind`, a name in `PARTITIONS`.
+    """Partitions rows with the partition named `kind`, a name in `PARTITIONS` or `package.module:function`.
 
     Raises:
-        ConfigurationError: `kind` or a parameter is unknown, missing or out of range.
+        ConfigurationError: `kind` or a parameter is unknown, missing or out of range, or the function fails.
         DataError: The labels are not valid, or no valid partition was found.
     """
     deal = _known(kind)
@@ -343,10 +358,40 @@ def partition(kind: str, labels: npt.ArrayLike, devices: int, seed: int, **param
     except TypeError as error:
         text = f"partition {kind!r}: {error}; expected {kind}{inspect.signature(deal)}"
         raise ConfigurationError(text) from error
-    return deal(labels, devices, seed=seed, **parameters)
+    if kind in PARTITIONS:
+        return PARTITIONS[kind](labels, devices, seed=seed, **parameters)
+    y = check_clients(labels, devices)
+    try:
+        parts = [np.asarray(rows) for rows in deal(y, devices, seed=seed, **parameters)]
+    except FleetDistillError:
+        raise
+    except Exception as error:  # the function may raise anything
+        raise ConfigurationError(f"partition {kind!r} raised {type(error).__name__}: {error}") from error
+    _check_parts(kind, parts, len(y), devices)
+    own = {name: value for name, value in parameters.items() if name != "clients"}
+    return Partition(kind, sorted_rows(parts), {"devices": devices, "seed": seed, **own})
 
 
-def _known(kind: str) -> Callable[..., Partition]:
-    if kind not in PARTITIONS:
-        raise ConfigurationError(unknown_name("partition", kind, PARTITIONS))
-    return PARTITIONS[kind]
+def _check_parts(kind: str, parts: Sequence[npt.NDArray[Any]], rows: int, devices: int) -> None:
+    """Raises DataError unless there is for each device a vector of rows, of which none is in another one."""
+    name = f"partition {kind!r}"
+    if len(parts) != devices:
+        raise DataError(f"{name} returned {len(parts)} parts for {devices} devices; return the rows of each device")
+    for number, part in enumerate(parts):
+        if part.ndim != 1 or not np.issubdtype(part.dtype, np.integer) or not len(part):
+            text = f"{part.dtype} of shape {list(part.shape)}"
+            raise DataError(f"{name} returned {text} for device {number}, expected a vector of at least one row number")
+        if part.min() < 0 or part.max() >= rows:
+            raise DataError(f"{name} gave device {number} row {part.max()}, but the data have rows 0 to {rows - 1}")
+    given = np.concatenate(parts)
+    if len(np.unique(given)) < len(given):
+        twice = np.flatnonzero(np.bincount(given) > 1)[0]
+        raise DataError(f"{name} gave row {twice} more than once; a row belongs to one device")
+
+
+def _known(kind: str) -> Callable[..., Any]:
+    if kind in PARTITIONS:
+        return PARTITIONS[kind]
+    if ":" not in kind:
+        raise ConfigurationError(f"{unknown_name('partition', kind, PARTITIONS)}, or package.module:function")
+    return resolve({}, "partition", kind)

@@ -319,7 +319,7 @@ def deal(wanted: Simulation, data: Dataset) -> Partition:
     """Partitions the training data over the devices."""
     labels = data.train_labels.numpy()
     settings = {**_required_settings(wanted, data), **wanted.partition_settings}
-    return partition(wanted.partition, labels, wanted.devices, wanted.seed, **settings)
+    return partition(wanted.partition_path, labels, wanted.devices, wanted.seed, **settings)
 
 
 def deal_with_tests(wanted: Simulation, data: Dataset) -> Dealt:
@@ -337,7 +337,7 @@ def limit_test_set(data: Dataset, wanted: Simulation) -> Dataset:
 
 def _required_settings(wanted: Simulation, data: Dataset) -> dict[str, Any]:
     """Returns the partition's required parameters, from the simulation's settings of the same names."""
-    needed = partition_parameters(wanted.partition)
+    needed = partition_parameters(wanted.partition_path)
     return {name: data.train_clients if name == "clients" else getattr(wanted, name) for name in needed}
 
 

@@ -69,7 +69,8 @@ class Simulation:
             library's list. By default those that the library recommends, which it downloads.
         server_model: Server model, for methods that train one: a name, `package.module:factory`, or a top-level
             function of (feature_shape, classes), or of (input_shape, classes) if the model reads inputs.
-        partition: Partition of the data over devices, a name in `partition.PARTITIONS`.
+        partition: Partition of the data over devices: a name in `partition.PARTITIONS`, or package.module:function.
+            From Python also a top-level function of (labels, devices, seed) that returns the rows of each device.
         alpha: Concentration of the Dirichlet partition over devices, above 0.
         classes_per_device: Number of classes per device, for the partitions by classes.
         partition_settings: The partition's further parameters, such as `min_size` or `balance`, as under [partition] in
@@ -153,7 +154,7 @@ class Simulation:
     extractor_weights: str = ""
     server_model: str | Factory = ""
     predictors: tuple[str, ...] = ()
-    partition: str = "dirichlet_by_class"
+    partition: str | Callable[..., Any] = "dirichlet_by_class"
     alpha: float = 0.5
     classes_per_device: int = 2
     partition_settings: Mapping[str, Any] = field(default_factory=dict)
@@ -197,7 +198,8 @@ class Simulation:
                 object.__setattr__(self, name, int(value))
         if not isinstance(self.dataset, str) or self.dataset.endswith(".npz"):
             object.__setattr__(self, "dataset", _as_dataset(self.dataset))
-        if not self.devices and self.partition != "by_client":
+        object.__setattr__(self, "partition", path_of(self.partition))
+        if not self.devices and self.partition_path != "by_client":
             object.__setattr__(self, "devices", DEVICES)
         object.__setattr__(self, "out", Path(self.out))
         object.__setattr__(self, "models", tuple(path_of(model) for model in self.models))
@@ -208,6 +210,11 @@ class Simulation:
     def model_paths(self) -> tuple[str, ...]:
         """Device models, each as a name or `package.module:factory`."""
         return tuple(path_of(model) for model in self.models)
+
+    @property
+    def partition_path(self) -> str:
+        """Partition, as a name or `package.module:function`."""
+        return path_of(self.partition)
 
     def configuration(self) -> Any:
         """Returns the method's configuration, without checks that need the number of classes.
