@@ -194,7 +194,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a model that fails": (
         {"model_extractor": "own_factories:fails"},
-        "the models of feddkc cannot be built (ValueError: no such weights); check [model], and [contract] input_shape",
+        "[model] extractor: device model 'own_factories:fails' raised ValueError: no such weights",
     ),
     "an extractor that cannot be exported": (
         {"run_method": "classstats", "method_features": "model", "model_extractor": "own_factories:smoothed"},
