@@ -218,7 +218,8 @@ class DeviceBusyError(FleetDistillError):
     def __init__(self, call: str, working: str) -> None:
         super().__init__(
             f"Device.{call} was called while Device.{working} works on the device; "
-            "only one thread at a time can do so. Call it again after the other one has ended; stop() ends it"
+            "only one thread at a time can do so. Call it again after the other one has ended: stop() ends it, and "
+            "join() waits for the end of start()"
         )
         self.call, self.working = call, working
 

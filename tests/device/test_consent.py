@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -54,6 +56,13 @@ NEVER: list[k.Kind] = [
 ]
 
 
+def test_the_line_to_add_allows_all_that_is_missing() -> None:
+    parts = {"statistics": k.SharedStatistics(labels=[]), "more": k.SampleKnowledge(sample_ids=IDS, logits=ROW)}
+    line = 'Device(allow=["class_statistics", "counts", "metrics", "logits"])'
+    with pytest.raises(ConfigurationError, match=re.escape(f"nothing is sent; to allow it, set {line}")):
+        check_may_leave(parts, ("metrics",))
+
+
 def test_every_kind_has_its_place_here() -> None:
     """A new kind must be given a column, or be kept in, before it can be sent."""
     assert {type(kind) for kind, _ in HOLDS} | {type(kind) for kind in NEVER} - {k.PrivateRows} == set(KINDS.values())
@@ -76,7 +85,7 @@ def test_parts_pass_exactly_when_every_column_is_allowed(
     if all(columns <= allow for _, columns in held.values()):
         check_may_leave(parts, sorted(allow))
         return
-    with pytest.raises(ConfigurationError, match="which the app does not allow; the answer was not sent"):
+    with pytest.raises(ConfigurationError, match="which the app does not allow; nothing is sent"):
         check_may_leave(parts, sorted(allow))
 
 
@@ -84,7 +93,7 @@ def test_the_refusal_names_part_and_column() -> None:
     with pytest.raises(ConfigurationError) as error:
         check_may_leave({"metrics": make_metrics(), "knowledge": make_knowledge()}, ["metrics", "features", "logits"])
     assert str(error.value) == (
-        "part 'knowledge' contains labels, which the app does not allow; the answer was not sent; to allow it, set "
+        "part 'knowledge' contains labels, which the app does not allow; nothing is sent; to allow it, set "
         'Device(allow=["metrics", "features", "logits", "labels"])'
     )
 
@@ -94,5 +103,5 @@ def test_kinds_that_no_column_lets_out_never_leave(kind: k.Kind) -> None:
     with pytest.raises(ConfigurationError) as error:
         check_may_leave({"extra": kind}, COLUMNS)
     assert str(error.value) == (
-        f"part 'extra' is a {type(kind).__name__}, which must never leave a device; the answer was not sent"
+        f"part 'extra' is a {type(kind).__name__}, which must never leave a device; nothing is sent"
     )

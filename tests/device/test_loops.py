@@ -258,6 +258,37 @@ def test_a_fork_of_the_app_does_not_work_on_its_device(tmp_path: Path) -> None:
         device.run()
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="without fork")
+def test_close_in_a_fork_leaves_the_device_to_the_app(tmp_path: Path) -> None:
+    """The thread of `start` is not in the fork, where nothing would ever end its work."""
+    link = WaitingLink()
+    device, _ = device_at(link, tmp_path)
+
+    def end(reports: Any) -> None:
+        try:
+            device.join(PATIENCE_SECONDS)
+        except StateError as error:
+            reports.put(str(error))
+        device.close()
+        with device:
+            pass
+        reports.put("closed")
+
+    forking = multiprocessing.get_context("fork")
+    with device:
+        device.start()
+        assert link.polling.wait(PATIENCE_SECONDS)
+        reports = forking.Queue()
+        child = forking.Process(target=end, args=(reports,))
+        child.start()
+        assert "Device.join was called in process" in reports.get(timeout=PATIENCE_SECONDS)
+        assert reports.get(timeout=PATIENCE_SECONDS) == "closed"
+        child.join(PATIENCE_SECONDS)
+        assert not device.join(0), "it goes on"
+        assert link.left == 0
+    assert link.left == 1
+
+
 # --- tick
 
 
@@ -402,6 +433,18 @@ def test_pauses_without_contact_double_up_to_the_longest(tmp_path: Path) -> None
             device.tick()
             assert longest / 2 <= device.pause_seconds <= longest
             clock.advance(longest)
+
+
+def test_pauses_are_shorter_while_the_server_is_not_ready(tmp_path: Path) -> None:
+    clock = ManualClock()
+    link = FaultyLink(LyingLink(ask()), *(refused("check_in", "not-ready", nth) for nth in range(1, 8)))
+    device, _ = device_at(link, tmp_path, clock=clock)
+    with device:
+        for longest in (0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 5.0):
+            device.tick()
+            assert longest / 2 <= device.pause_seconds <= longest
+            clock.advance(longest)
+        assert device.tick() is Step.ANSWERED
 
 
 class Deadlines:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fleetdistill.methods.base import Answer, Ask
 
 _TEXTS = {
-    "classes_too_small": "none of the device's {} classes has min_samples samples, so no statistics are sent",
+    "classes_too_small": "none of the device's {} classes has the run's min_samples rows, so no statistics are sent",
     "closed_form_instead": "this device uses the closed form instead of training a predictor",
     "dkd_batch_clipped_to": "the mini-batch has only {} samples, all of the device's data",
     "own_statistics_kept": "the personal model uses the device's own statistics, which are more accurate",

@@ -68,11 +68,12 @@ def check_may_leave(parts: Parts, allow: Sequence[str]) -> None:
     for name, kind in parts.items():
         if kind.possible_columns is None:
             raise ConfigurationError(
-                f"part {name!r} is a {type(kind).__name__}, which must never leave a device; the answer was not sent"
+                f"part {name!r} is a {type(kind).__name__}, which must never leave a device; nothing is sent"
             )
-        for column in kind.columns():
-            if column not in allow:
-                raise ConfigurationError(
-                    f"part {name!r} contains {column}, which the app does not allow; the answer was not sent; "
-                    f"{allow_line({*allow, column})}"
-                )
+    missing = [(name, column) for name, kind in parts.items() for column in kind.columns() if column not in allow]
+    if missing:
+        name, column = missing[0]
+        raise ConfigurationError(
+            f"part {name!r} contains {column}, which the app does not allow; nothing is sent; "
+            f"{allow_line({*allow, *(column for _, column in missing)})}"
+        )

@@ -18,6 +18,8 @@ from fleetdistill.wire.v1 import service_pb2
 _FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 15.0
 """Longest pause between two attempts to reach the server, in seconds, unless the server requests a longer one."""
+_MAX_NOT_READY_SECONDS = 5.0
+"""Longest pause before the next attempt while the server replies that it is not ready."""
 _ONE_REPORT_SECONDS = 5.0
 """How long after a report of a lost contact another cause of it is not reported."""
 
@@ -74,7 +76,8 @@ class Contact:
                 self._reported_at = self._clock.now()
                 first = "" if self._known else "no contact since the start: "
                 self._events.emit("lost-contact", 0, f"{first}{self._reason}; the device keeps trying")
-        pause = error.after_seconds + _pauses.uniform(self._pause / 2, self._pause)
+        longest = min(self._pause, _MAX_NOT_READY_SECONDS) if is_reply else self._pause
+        pause = error.after_seconds + _pauses.uniform(longest / 2, longest)
         self._pause = min(2 * self._pause, MAX_PAUSE_SECONDS)
         return pause
 

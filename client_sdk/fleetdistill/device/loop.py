@@ -418,6 +418,7 @@ class Loop:
 
     def join(self, timeout: float | None) -> bool:
         """Waits for the end of the background thread; returns whether it has ended."""
+        self.check_process("join")
         thread = self._thread
         if thread is None:
             return True
@@ -450,6 +451,8 @@ class Loop:
             self._close_due = leave
             self.stop()
             return
+        if self._lock.in_fork:
+            return  # what is open is that of the other process, which goes on with it
         with self._closing, on_ctrl_c(self._parts.link.interrupt) as pressed:
             self.stop()
             if self._lock.close():
@@ -492,6 +495,11 @@ class WorkLock:
     def closed(self) -> bool:
         """Whether the device was closed."""
         return self._closed
+
+    @property
+    def in_fork(self) -> bool:
+        """Whether this process is a fork of the one that opened the device."""
+        return os.getpid() != self._process
 
     def take(self, call: str, *, for_other_thread: bool = False) -> None:
         """Reserves the device for the calling thread, or for one that calls `hand_over`, until `give_back`.
@@ -543,7 +551,7 @@ class WorkLock:
 
     def check_process(self, call: str) -> None:
         """Raises StateError in a fork of the process that opened the device."""
-        if os.getpid() != self._process:
+        if self.in_fork:
             raise StateError(
                 f"Device.{call} was called in process {os.getpid()}, a fork of process {self._process}, which has "
                 f"opened {self._state_dir}; call it there, create the Device after the fork, or predict with Predictor"
