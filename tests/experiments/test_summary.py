@@ -203,18 +203,37 @@ ALL = {(point, label): 2 for point in SHARED for label in "abc"}
 
 
 def test_pair_of_runs_of_several_grid_points_counts_once() -> None:
-    """Leads of 0.3 and 0.1 have t = 0.2 / 0.1 = 2; with one degree of freedom p = 1 - 2 arctan(2) / pi = 0.295.
-
-    Each lead twice would have t = 0.2 / (0.1155 / 2) = 3.46 and p = 0.041.
-    """
+    """Leads of 0.3 and 0.1 have t = 0.2 / 0.1 = 2; with one degree of freedom p = 1 - 2 arctan(2) / pi = 0.295."""
     (pair,) = check_claim(Claim(order=["a", "b"]), "accuracy", SHARED, ALL, 2, RUNS)
     assert (pair.pairs, pair.wins, pair.verdict) == (2, 2, "not decided")
     assert pair.difference == pytest.approx(0.2)
     assert pair.p == pytest.approx(1 - 2 * math.atan(2) / math.pi)
     (other,) = check_claim(Claim(order=["b", "c"]), "accuracy", SHARED, ALL, 2, RUNS)
-    assert other.pairs == 4, "c has runs of its own at each grid point"
+    assert (other.pairs, other.seeds) == (4, 2), "c has runs of its own at each grid point"
     (partial,) = check_claim(Claim(order=["a", "b"]), "accuracy", SHARED, ALL, 3, RUNS)
     assert partial.left == 2, "one run of each, not one at each grid point"
+
+
+def test_claim_over_grid_points_has_one_lead_a_seed() -> None:
+    """Mean leads of 2, 4 and 6 points over two grid points: t = 2 sqrt(3), p = 1 - t / sqrt(t^2 + 2) = 0.0742.
+
+    All six leads, 1, 3, 5, 3, 5 and 7, would have t = 4 / (2.098 / sqrt(6)) = 4.67 and p = 0.0055.
+    """
+    leads = {"x": (0.01, 0.03, 0.05), "y": (0.03, 0.05, 0.07)}
+    values = {
+        point: {"a": {seed: 0.5 + lead for seed, lead in enumerate(of)}, "b": dict.fromkeys(range(3), 0.5)}
+        for point, of in leads.items()
+    }
+    finished = {(point, label): 3 for point in values for label in "ab"}
+    (pair,) = check_claim(Claim(order=["a", "b"]), "accuracy", values, finished, 3)
+    assert (pair.pairs, pair.wins, pair.seeds, pair.verdict) == (6, 6, 3, "not decided")
+    assert pair.difference == pytest.approx(0.04)
+    t = 2 * 3**0.5
+    assert pair.p == pytest.approx(1 - t / (t**2 + 2) ** 0.5)
+    del values["y"]["a"][2]
+    (unequal,) = check_claim(Claim(order=["a", "b"]), "rounds_to_target", values, finished, 3)
+    assert (unequal.pairs, unequal.seeds) == (5, 3)
+    assert unequal.difference == pytest.approx(-(0.02 + 0.04 + 0.05) / 3), "each seed counts once"
 
 
 def test_holm_counts_comparisons_of_the_same_runs_once() -> None:

@@ -291,11 +291,10 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
     claims = _Section(
         "The order in the source",
         [
-            "Each method beside the next one of the order that the source prints, over all grid points and seeds, with "
-            "the p value of a two-sided t test of the leads, adjusted by Holm's method for the pairs of all claims of "
-            "the file. A pair of runs that several grid points share counts once. The test takes all leads as "
-            "independent; those of one seed share initial weights and data, so that p values over several grid points "
-            "can be too small."
+            "Each method beside the next one of the order that the source prints. The p value is of a two-sided t test "
+            "of one lead a seed, its mean over the grid points, adjusted by Holm's method for the pairs of all claims "
+            "of the file; so few seeds decide only large and even leads, however many grid points there are. Ahead in "
+            "counts all pairs of runs; one that several grid points share counts once."
         ],
     )
     checked = [(claim, claim.metric or experiment.metrics[0]) for claim in experiment.claims]

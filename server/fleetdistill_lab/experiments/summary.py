@@ -304,9 +304,10 @@ class Pair:
         pairs: Number of pairs of runs, one of each. A pair that several grid points share, since neither method has
             the grid's setting, counts once.
         wins: Number of these in which `better` is ahead.
-        difference: Mean of its lead, above 0 if it is ahead; None without pairs.
-        p: Two-sided p value of a t test of the leads, by Holm's method for the pairs of all claims; equal ones count
-            once. Leads of different pairs of runs are treated as independent.
+        seeds: Number of seeds that have a pair.
+        difference: Mean over seeds of its mean lead over the grid points, above 0 if it is ahead; None without pairs.
+        p: Two-sided p value of a t test of the seeds' mean leads, by Holm's method for the pairs of all claims; equal
+            ones count once. Grid points of one seed share its data and initial weights, so they are one value.
         left: Number of runs of both that have not finished; there is no p value then.
         verdict: `holds`, `does not hold` (the order is the opposite one), `equal` without any difference, or `not
             decided` at the level of 5 %. With unfinished runs there is none, and it says how many they are.
@@ -316,6 +317,7 @@ class Pair:
     worse: str
     pairs: int
     wins: int
+    seeds: int
     difference: float | None
     p: float | None
     left: int
@@ -356,8 +358,8 @@ def check_claims(
         result.append([])
         for pair in zip(claim.order, claim.order[1:], strict=False):
             one, other = pair
-            leads = {
-                frozenset(runs.get((point, label, seed), (point, label, seed)) for label in pair): sign
+            leads: dict[tuple[int, frozenset[Hashable]], float] = {
+                (seed, frozenset(runs.get((point, label, seed), (point, label, seed)) for label in pair)): sign
                 * difference(value, known[point][other][seed], METRICS[metric].unit)
                 for point in points
                 for seed, value in known[point].get(one, {}).items()
@@ -368,15 +370,17 @@ def check_claims(
                 for point in points
                 for label in pair
             }
-            found, missing = list(leads.values()), sum(left.values())
+            by_seed = {seed: [lead for (of, _), lead in leads.items() if of == seed] for seed, _ in leads}
+            means, missing = list(map(statistics.mean, by_seed.values())), sum(left.values())
             result[-1].append(
                 Pair(
                     better=one,
                     worse=other,
-                    pairs=len(found),
-                    wins=sum(lead > 0 for lead in found),
-                    difference=statistics.mean(found) if found else None,
-                    p=None if missing else paired_p(found),
+                    pairs=len(leads),
+                    wins=sum(lead > 0 for lead in leads.values()),
+                    seeds=len(means),
+                    difference=statistics.mean(means) if means else None,
+                    p=None if missing else paired_p(means),
                     left=missing,
                 )
             )
