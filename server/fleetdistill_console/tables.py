@@ -47,13 +47,13 @@ def show(view: View, as_json: bool, make_tables: Callable[[View], Tables] = tabl
 
 
 def print_all(console: Console, shown: Tables) -> None:
-    """Prints tables and texts. Without a terminal lines have no spaces at their ends."""
+    """Prints tables and texts as they are, without markup. Without a terminal lines have no spaces at their ends."""
     if console.is_terminal:
-        console.print(*shown, sep="\n\n")
+        console.print(*shown, sep="\n\n", markup=False)
         return
     with console.capture() as capture:
         # A long text above the tables stays on its line, for grep; cells are wrapped all the same.
-        console.print(*shown, sep="\n\n", soft_wrap=True)
+        console.print(*shown, sep="\n\n", soft_wrap=True, markup=False)
     typer.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 

@@ -330,7 +330,9 @@ def test_defaults_that_differ_are_named_with_a_remedy() -> None:
     (said,) = of_methods("no_transfer", "fedavg", "feddkc").differing_defaults()
     assert "learning_rate is 0.02 with no_transfer and fedavg, 0.01 with feddkc; " in said
     assert "weight_decay is 0 with no_transfer and fedavg, 0.0005 with feddkc. " in said
-    assert "--set method.learning_rate=VALUE --set method.weight_decay=VALUE" in said
+    assert said.endswith("give compare --set method.learning_rate=VALUE --set method.weight_decay=VALUE.")
+    (of_file,) = replace(of_methods("fedavg", "feddkc"), is_file=True).cautions()[:1]
+    assert of_file.endswith("To set them alike, set learning_rate and weight_decay in [method] of the file.")
     (other,) = of_methods("fedavg", "feddkc", learning_rate=0.1).differing_defaults()
     assert "learning_rate" not in other, "set alike"
     assert of_methods("fedavg", "no_transfer").differing_defaults() == []

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from fleetdistill_console.tables import open_console, print_all
 from fleetdistill_lab.experiments.definition import Claim
 from fleetdistill_lab.experiments.figures import draw_lines, save_figure
 from fleetdistill_lab.experiments.results import ModelRow
@@ -366,6 +367,13 @@ def test_differences_are_between_models_of_the_same_name() -> None:
             "+22.0 ± 2.0 from a devices",
         )
     ]
+
+
+def test_words_in_brackets_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """rich takes `[method]` for markup and leaves it out."""
+    words = "set it in [method]"
+    print_all(open_console(), [words, rich_table(Table(words, ("", words), [(words, words)]))])
+    assert capsys.readouterr().out.count(words) == 5
 
 
 def test_table_shows_percent_and_points() -> None:

@@ -333,8 +333,8 @@ def _write_report(experiment: Experiment, folder: Path) -> None:
         console.print(rich_table(table))
         console.print()
     reference = experiment.reference or next(iter(experiment.methods))
-    console.print(f"Mean ± standard deviation over seeds; *: differs from {reference} (paired t test, Holm, p <= 0.05)")
-    for warning in written.warnings:
+    stars = f"*: differs from {reference} (paired t test, Holm, p <= 0.05)"
+    for warning in (f"Mean ± standard deviation over seeds; {stars}", *written.warnings):
         console.print(warning, soft_wrap=True, highlight=False, markup=False)
     console.print(f"{written.page}, and tables/ and figures/ beside it", soft_wrap=True, highlight=False, markup=False)
 

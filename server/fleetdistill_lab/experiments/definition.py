@@ -193,6 +193,7 @@ class Experiment:
         printed: Values that the source prints, by metric, label and grid point.
         printed_elsewhere: Those of the source's grid points that the scale does not have.
         folder: What paths of the settings are relative to: the folder of the file.
+        is_file: Whether it is a file's, so that advice says what to write there and not what to give `compare`.
     """
 
     name: str
@@ -212,6 +213,7 @@ class Experiment:
     printed: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     printed_elsewhere: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     folder: Path = Path()
+    is_file: bool = False
 
     @property
     def points(self) -> dict[str, dict[str, Any]]:
@@ -350,12 +352,10 @@ class Experiment:
                 found[name] = ", ".join(f"{value:g} with {_some(of)}" for value, of in labels.items())
         if not found:
             return []
-        remedy = " ".join(f"--set method.{name}=VALUE" for name in found)
+        options = " ".join(f"--set method.{name}=VALUE" for name in found)
+        remedy = f"set {' and '.join(found)} in [method] of the file" if self.is_file else f"give compare {options}"
         differing = "; ".join(f"{name} is {of}" for name, of in found.items())
-        return [
-            f"Defaults differ between methods: {differing}. To set them alike, give compare {remedy}, or "
-            "set them in [method] of an experiment's file."
-        ]
+        return [f"Defaults differ between methods: {differing}. To set them alike, {remedy}."]
 
     def differing_networks(self) -> list[str]:
         """Returns a sentence if the devices of some methods have other networks than those of others."""
@@ -369,12 +369,12 @@ class Experiment:
         one = cells[0].simulation
         usual = DIGITS_MODELS[2] if one.dataset == "digits" and one.image_size is None else RESNET_MODELS[-1]
         differing = "; ".join(f"{_some(of)}: {models}" for models, of in found.items())
-        remedy = f'models=["{(*one.model_paths, usual)[0]}"]'
-        return [
-            f"Devices' networks differ between methods{f' ({point})' if point else ''}: {differing}. To give all the "
-            f"same one, give compare --set 'simulation.{remedy}', or set {remedy} in [simulation] of an experiment's "
-            "file."
-        ]
+        models = f'models=["{(*one.model_paths, usual)[0]}"]'
+        remedy = (
+            f"set {models} in [simulation] of the file" if self.is_file else f"give compare --set 'simulation.{models}'"
+        )
+        where = f" ({point})" if point else ""
+        return [f"Devices' networks differ between methods{where}: {differing}. To give all the same one, {remedy}."]
 
     def rates(self) -> list[str]:
         """Returns a sentence about the learning rates of the runs: tuned, set or defaults."""
@@ -523,6 +523,7 @@ def _make(file: Path, contents: Mapping[str, Any], scale: str) -> Experiment:
         claims=read.claims,
         printed=read.printed,
         folder=file.parent,
+        is_file=True,
     )
 
 

@@ -241,18 +241,21 @@ def change_table(changes: Sequence[Change]) -> Table:
 
 
 def rich_table(table: Table) -> rich.table.Table:
-    """Returns a table for the terminal."""
+    """Returns a table for the terminal, whose texts are no markup."""
     from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
     from rich.table import Table as RichTable
+    from rich.text import Text
 
+    title = escape(table.title)
     result = RichTable(
-        title=table.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False
+        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), show_edge=False, pad_edge=False
     )
-    result.add_column(table.header[0], no_wrap=True)
+    result.add_column(Text(table.header[0]), no_wrap=True)
     for name in table.header[1:]:
-        result.add_column(name, justify="right", no_wrap=True)
+        result.add_column(Text(name), justify="right", no_wrap=True)
     for row in table.rows:
-        result.add_row(*row)
+        result.add_row(*map(Text, row))
     return result
 
 
