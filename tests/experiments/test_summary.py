@@ -17,6 +17,7 @@ from rich.console import Console
 from fleetdistill_console.tables import open_console, print_all
 from fleetdistill_lab.experiments.definition import Claim
 from fleetdistill_lab.experiments.figures import draw_lines, save_figure
+from fleetdistill_lab.experiments.page import power_lines
 from fleetdistill_lab.experiments.results import ModelRow
 from fleetdistill_lab.experiments.summary import (
     Pair,
@@ -169,10 +170,20 @@ def test_summary_table_marks_the_best_mean_and_the_source() -> None:
 
 
 def test_smaller_is_better_for_bytes(tmp_path: Path) -> None:
-    values = {"": {"a": {0: 2000.0, 1: 2000.0}, "b": {0: 1000.0, 1: 1000.0}}}
-    table = summary_table("bytes", summarize(values, "a", {("", "a"): 2, ("", "b"): 2}, 2), "a", {})
+    values = {"": {"a": {0: 2000.0, 1: 2001.0}, "b": {0: 1000.0, 1: 1000.0}}}
+    found = summarize(values, "a", {("", "a"): 2, ("", "b"): 2}, 2, unit="bytes")
+    table = summary_table("bytes", found, "a", {})
     assert table.strong == {(1, 1)}
     assert table.rows == [["a", "2.0 kB"], ["b", "1.0 kB"]]
+    save_csv(found, tmp_path / "x.csv")
+    with (tmp_path / "x.csv").open(newline="") as file:
+        assert [row["p"] for row in csv.DictReader(file)] == ["", ""], "it would be 0.0003 of 1000 and 1001"
+
+
+def test_power_is_said_only_of_comparisons() -> None:
+    assert power_lines(1, 0) == power_lines(2, 0) == power_lines(5, 1) == []
+    assert power_lines(1, 1) == ["Only 1 seed: no difference can be told from chance."]
+    assert power_lines(2, 1)[0].startswith("2 seeds and 1 comparison a table: ")
 
 
 def test_claims_are_checked_pair_by_pair() -> None:
@@ -479,8 +490,8 @@ def test_bytes_that_differ_by_headers_are_equal() -> None:
     finished = dict.fromkeys([("", "a"), ("", "b")], 3)
     (pair,) = check_claim(Claim(order=["a", "b"]), "bytes", {"": sent}, finished, 3)
     assert (pair.difference, pair.p, pair.verdict, pair.wins) == (0.0, None, "equal", 0)
-    assert [one.p for one in summarize({"": sent}, "a", finished, 3, unit="bytes")] == [None, None]
-    assert summarize({"": sent}, "a", finished, 3)[1].p is not None
+    differences = [summarize({"": sent}, "a", finished, 3, unit=unit)[1].difference for unit in ("bytes", "")]
+    assert differences == [0.0, pytest.approx(20 / 3)]
 
 
 def test_tables_of_the_page_may_be_wider_than_its_text() -> None:

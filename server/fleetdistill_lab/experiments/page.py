@@ -201,9 +201,10 @@ def power_lines(seeds: int, number: int) -> list[str]:
 
     Args:
         seeds: Number of seeds.
-        number: Number of comparisons of a table.
+        number: Number of comparisons of a table; without one there is nothing to say.
     """
-    number = max(1, number)
+    if not number:
+        return []
     ratio = significant_ratio(seeds, number)
     if ratio is None:
         return [f"Only {counted(seeds, 'seed')}: no difference can be told from chance."]

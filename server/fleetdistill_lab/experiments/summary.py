@@ -216,7 +216,8 @@ class Summary:
         mean, spread: Mean and standard deviation; None without a seed, or with one.
         difference, difference_spread: The same of the paired difference from the reference; None for the reference.
         p: Two-sided p value of a paired t test of the difference, by Holm's method for all methods and grid points of
-            the table. Grid points that share the runs of both methods count once.
+            the table. Grid points that share the runs of both methods count once. None for bytes, which hardly vary
+            between seeds, so that any difference would be significant.
     """
 
     label: str
@@ -266,7 +267,7 @@ def summarize(
     }
     names = _runs_by_key(runs)
     tests = [(names.get(key, key), names.get((key[0], reference), (key[0], reference))) for key in keys]
-    p_values = holm([paired_p(differences[key]) for key in keys], tests)
+    p_values = holm([None if unit == "bytes" else paired_p(differences[key]) for key in keys], tests)
     result = []
     for (point, label), p in zip(keys, p_values, strict=True):
         known = list(values[point][label].values())
