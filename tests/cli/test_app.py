@@ -319,6 +319,10 @@ def test_simulate_prints_the_report_that_it_writes(tmp_path: Path) -> None:
         ("partition.min_sise=1", "[partition] unknown setting 'min_sise'; did you mean 'min_size'?"),
         ("partition.min_size=-1", "[partition] min_size is -1, must be at least 0"),
         ("simulation.alpha=0", "alpha is 0.0, must be a finite number > 0"),
+        (
+            "simulation.alpha=[0.1]",
+            "alpha is [0.1]: Input should be a valid number; to try several values, put the list in [grid] of an",
+        ),
         ("fleet.churn=often", "--set [fleet] churn is 'often': Input should be a valid number"),
     ],
 )

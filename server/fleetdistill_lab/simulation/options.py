@@ -191,7 +191,9 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         expected = f", expected a list, such as {json.dumps([str(value)])}" if first["type"] in _NO_LIST else ""
-        raise ConfigurationError(f"{name} is {value!r}{expected or ': ' + first['msg']}") from error
+        is_list = isinstance(value, list) and not first["loc"]
+        hint = "; to try several values, put the list in [grid] of an experiment's file" if is_list else ""
+        raise ConfigurationError(f"{name} is {value!r}{expected or ': ' + first['msg']}{hint}") from error
 
 
 def merge_settings(base: Simulation | None, sections: Mapping[str, Mapping[str, Any]]) -> Simulation:
