@@ -331,6 +331,20 @@ def test_a_bad_setting_is_named(given: str, expected: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--set", "simulation.partition=iid", "--alpha", "0.5"], "alpha has no effect with the partition iid; "),
+        (
+            ["--set", "simulation.classes_per_device=2"],
+            "leave it out, or use classes_window or classes_random or class_s",
+        ),
+    ],
+)
+def test_settings_of_another_partition_are_refused(words: list[str], expected: str, tmp_path: Path) -> None:
+    assert expected in sentence("simulate", *SMALL, *words, "--out", tmp_path)
+
+
+@pytest.mark.parametrize(
     ("option", "value"),
     [
         ("--set", 'simulation.predictors=["space_mpl_64"]'),

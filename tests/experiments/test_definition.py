@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -365,7 +366,29 @@ def test_networks_that_differ_are_named_with_a_remedy() -> None:
     assert replace(compared, sections=one).differing_networks() == []
 
 
-def test_more_classes_than_the_data_set_has_are_refused() -> None:
-    sections = {"simulation": {"partition": "classes_random", "classes_per_device": 40}}
+def of_partition(grid: dict[str, Any], **simulation: object) -> Experiment:
+    methods = {"fedavg": MethodEntry()}
+    return Experiment(name="x", title="x", seeds=[0], methods=methods, sections={"simulation": simulation}, grid=grid)
+
+
+def test_settings_of_another_partition_are_refused() -> None:
+    alphas = {"alpha": {"alpha 1": {"simulation.alpha": 1.0}}}
+    of_iid = {"simulation.partition": "iid"}
+    mixed = {"fleet": {"even": of_iid, "skewed": {"simulation.partition": "dirichlet_by_class"}}}
+    with pytest.raises(
+        ConfigurationError, match="fedavg: alpha has no effect with the partition iid; leave it out, or"
+    ):
+        of_partition({}, partition="iid", alpha=0.3).cells()
+    with pytest.raises(ConfigurationError, match="fedavg, alpha 1: alpha has no effect with the partition iid"):
+        of_partition(alphas, partition="iid").cells()
+    with pytest.raises(ConfigurationError, match="fedavg, even, alpha 1: alpha has no effect"):
+        of_partition({**mixed, **alphas}).cells()
+    assert len(of_partition(mixed, alpha=0.3).cells()) == 2, "the grid's other partition has it"
+    assert of_partition({}, partition="iid").cells()
+
+
+@pytest.mark.parametrize("partition", ["classes_random", "class_shards"])
+def test_more_classes_than_the_data_set_has_are_refused(partition: str) -> None:
+    sections = {"simulation": {"partition": partition, "classes_per_device": 40}}
     with pytest.raises(ConfigurationError, match="classes_per_device is 40, must be between 1 and 10"):
         Experiment(name="x", title="x", seeds=[0], methods={"fedavg": MethodEntry()}, sections=sections).cells()

@@ -200,6 +200,7 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     from fleetdistill_lab.experiments.results import open_results
     from fleetdistill_lab.experiments.summary import lines_of
     from fleetdistill_lab.experiments.tables import model_table, rich_table, save_csv
+    from fleetdistill_lab.simulation.data.partition import partition_parameters
     from fleetdistill_lab.simulation.report.comparison import devices_lines
 
     with open_results(out) as results:
@@ -207,12 +208,14 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     lines = lines_of(rows)
     first = experiment.cells()[0].simulation
     rounds = "rounds by method" if first.rounds is None else counted(first.rounds, "round")
+    named = [name for name in ("alpha", "classes_per_device") if name in partition_parameters(first.partition_path)]
+    parameters = "".join(f"{name} {getattr(first, name):g}, " for name in named)
     networks = dict.fromkeys(row.networks.replace(",", ", ") for row in rows)
     own = {name: entry.settings for name, entry in experiment.methods.items() if entry.settings}
     title = "; ".join(
         [
             f"{getattr(first.dataset, 'name', first.dataset)}, {counted(devices, 'device')}, {first.partition_path}, "
-            f"alpha {first.alpha:g}, {rounds}, seeds {', '.join(map(str, experiment.seeds))}",
+            f"{parameters}{rounds}, seeds {', '.join(map(str, experiment.seeds))}",
             f"networks {next(iter(networks))}" if len(networks) == 1 else "networks differ between methods",
             *(f"{name} with {', '.join(f'{key} = {value}' for key, value in of.items())}" for name, of in own.items()),
         ]

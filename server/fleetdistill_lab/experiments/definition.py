@@ -18,7 +18,7 @@ from fleetdistill.methods import config_class
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.names import unknown_name
 from fleetdistill_lab.experiments.metrics import METRICS, Target
-from fleetdistill_lab.simulation.checks import check_settings
+from fleetdistill_lab.simulation.checks import check_settings, check_used
 from fleetdistill_lab.simulation.folder import FREE_TO_CHANGE, settings_as_json
 from fleetdistill_lab.simulation.options import absolute_paths, check_section, merge_settings
 from fleetdistill_lab.simulation.spec.plan import DIGITS_MODELS, RESNET_MODELS, models_in_words
@@ -306,9 +306,17 @@ class Experiment:
             checked = {name: check_section("", name, values) for name, values in sections.items()}
             simulation = merge_settings(None, checked)
             check_settings(simulation)
+            own = {**of_point["simulation"], **entry.simulation}
+            # A setting of [simulation] may be for some of the grid's partitions only.
+            check_used(simulation.partition, own if self._partitions_vary else sections["simulation"])
         except (ConfigurationError, DataError) as error:
             raise ConfigurationError(f"{join_names(label, point)}: {error}") from error
         return Cell(label, point, simulation, sections, f"{method}-{_digest(simulation)}")
+
+    @property
+    def _partitions_vary(self) -> bool:
+        of_methods = any("partition" in entry.simulation for entry in self.methods.values())
+        return of_methods or any("simulation.partition" in settings for settings in self.points.values())
 
     def check_names(self) -> None:
         """Raises ConfigurationError for labels, metrics, points and settings that do not exist."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from fleetdistill_lab.simulation.controls.fedavg import check_fedavg
 from fleetdistill_lab.simulation.controls.local_only import start_model
 from fleetdistill_lab.simulation.data.datasets import DATASETS, Dataset
 from fleetdistill_lab.simulation.data.hugging_face import is_hugging_face
-from fleetdistill_lab.simulation.data.partition import check_partition_settings, partition_parameters
+from fleetdistill_lab.simulation.data.partition import PARTITIONS, check_partition_settings, partition_parameters
 from fleetdistill_lab.simulation.data.split import Partition, check_alpha, check_classes_per_device
 from fleetdistill_lab.simulation.data.test_parts import GLOBAL, LOCAL_CLIENT, LOCAL_SPLIT, TEST_PARTS
 from fleetdistill_lab.simulation.report.metrics import check_top_k
@@ -98,13 +99,23 @@ def check_settings(wanted: Simulation) -> None:
         check_alpha(wanted.alpha)
     if "classes_per_device" in needed and wanted.classes_per_device < 1:
         raise ConfigurationError(f"classes_per_device is {wanted.classes_per_device}, must be at least 1")
-    if "classes_per_device" in needed and wanted.partition_path != "class_shards" and isinstance(wanted.dataset, str):
+    if "classes_per_device" in needed and isinstance(wanted.dataset, str):
         classes = DATASETS.get(wanted.dataset.lower().replace("_", "-"))  # of a built-in one, without reading it
         if classes is not None:
             check_classes_per_device(wanted.classes_per_device, len(classes))
     for name in wanted.predictors:
         if name not in PREDICTORS:
             raise ConfigurationError(unknown_name("predictor", name, PREDICTORS))
+
+
+def check_used(partition: str, given: Collection[str]) -> None:
+    """Raises ConfigurationError if a setting of other partitions is among those that are given."""
+    for name in sorted({"alpha", "classes_per_device"}.intersection(given)):
+        if name not in partition_parameters(partition):
+            able = " or ".join(kind for kind in PARTITIONS if name in partition_parameters(kind))
+            raise ConfigurationError(
+                f"{name} has no effect with the partition {partition}; leave it out, or use {able}"
+            )
 
 
 def _check_scores(wanted: Simulation) -> None:

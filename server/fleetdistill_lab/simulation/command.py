@@ -74,6 +74,7 @@ def _read(
     resume: bool,
 ) -> Simulation:
     """Returns the simulation that is described; a resumed one has its saved settings besides."""
+    from fleetdistill_lab.simulation.checks import check_used
     from fleetdistill_lab.simulation.folder import saved_simulation
 
     sources = {name: source.name for name in options if (source := context.get_parameter_source(name)) is not None}
@@ -83,7 +84,9 @@ def _read(
     if not controls:
         fields |= {"with_alone": False, "with_fedavg": False}
     base = saved_simulation(fields.get("out", Simulation.out)) if resume else None
-    return merge_settings(base, sections)
+    result = merge_settings(base, sections)
+    check_used(result.partition, fields)
+    return result
 
 
 def _simulate(simulation: Simulation, if_there: IfThere, as_json: bool, track: Sequence[str]) -> None:

@@ -268,7 +268,7 @@ class TestClasses:
             partition(kind, TEN_BY_100, 10, 0, classes_per_device=0)
 
     def test_more_classes_than_there_are(self) -> None:
-        for deal in (classes_window, classes_random):
+        for deal in (classes_window, classes_random, class_shards):
             with pytest.raises(ConfigurationError, match="must be between 1 and 10, the number of classes"):
                 deal(TEN_BY_100, 5, 11, 0)
 

@@ -221,7 +221,7 @@ def class_shards(labels: npt.ArrayLike, devices: int, classes_per_device: int, s
     Args:
         labels: `[N]` integers, at least 0.
         devices: Between 1 and N; s · devices must be a multiple of C.
-        classes_per_device: s, at least 1.
+        classes_per_device: s, between 1 and C.
         seed: Seed of the partition.
 
     Raises:
@@ -233,8 +233,7 @@ def class_shards(labels: npt.ArrayLike, devices: int, classes_per_device: int, s
     """
     y = check_clients(labels, devices)
     present = np.unique(y)
-    if classes_per_device < 1:
-        raise ConfigurationError(f"classes_per_device is {classes_per_device}, must be at least 1")
+    check_classes_per_device(classes_per_device, len(present))
     if (classes_per_device * devices) % len(present):
         raise ConfigurationError(
             f"{devices} devices with {classes_per_device} shards each need {devices * classes_per_device} shards, "
