@@ -119,6 +119,7 @@ class Engine:
         self._evaluation: TensorData | None = None
         self._checkpoint: bytes | None = None  # the checkpoint that the method's state was loaded from or saved to
         self._endless = config.run.rounds == 0
+        self._fault = ""  # of all devices of the last round
         self._unanswered = 0  # consecutive rounds without an answer
         self._terms = RoundTerms(
             run=self._name,
@@ -147,7 +148,7 @@ class Engine:
             with self.around_round(cohort.round):
                 complete = await self._round(cohort)
             if not complete:
-                await self._after_short_round(self._store.runs.short_rounds_in_a_row(self._name))
+                await self._after_short_round(self._store.runs.short_rounds_in_a_row(self._name), cohort)
             elif self._endless:
                 await self._pause_if_unanswered(cohort)
         while not self._end():
@@ -168,10 +169,16 @@ class Engine:
         failpoints.hit("engine.end.after-commit")
         return True
 
-    async def _after_short_round(self, short: int) -> None:
-        """Reports consecutive short rounds and pauses before the next; raises RunError at `max_short_rounds`."""
-        text = f"{counted(short, 'round')} in a row fell short of the quorum; {self._last_event()}"
-        over = self._max_short_rounds is not None and short >= self._max_short_rounds
+    async def _after_short_round(self, short: int, cohort: StoreCohort) -> None:
+        """Reports consecutive short rounds and pauses before the next; raises RunError at `max_short_rounds`.
+
+        With `max_short_rounds` it also does so once all devices have failed with one error in two rounds in a row.
+        """
+        before, self._fault = self._fault, self._fault_of(cohort)
+        alike = self._fault != "" and self._fault == before
+        every = "all devices failed with the same error; " if alike else ""
+        text = f"{counted(short, 'round')} in a row fell short of the quorum; {every}{self._last_event()}"
+        over = self._max_short_rounds is not None and (alike or short >= self._max_short_rounds)
         if over or short >= _REPORTED_AFTER:
             with self._store.transaction():
                 self._store.runs.assert_owner(self._name, self.token)
@@ -182,6 +189,15 @@ class Engine:
             logger.warning("%s", text, extra=about(run=self._name))
         if self.pauses:
             await self._pause(short)
+
+    def _fault_of(self, cohort: StoreCohort) -> str:
+        """Returns the error with which all devices of a simulation's round failed; empty if they did not."""
+        if self._max_short_rounds is None:
+            return ""
+        events = self._store.history.newest_events(self._name, 2 * len(cohort.devices))
+        declined = {one.device: one.text for one in events if one.kind == "declined" and one.round == cohort.round}
+        text, *others = {*declined.values()} or {""}
+        return text if " failed with " in text and not others and declined.keys() == set(cohort.devices) else ""
 
     async def _pause_if_unanswered(self, cohort: StoreCohort) -> None:
         """Pauses after a round without answers, so that unresponsive devices do not cause frequent rounds."""
