@@ -153,8 +153,20 @@ def test_module_missing_or_registering_nothing_is_refused(name: str, command: st
 
 def test_what_a_module_raises_is_one_sentence(tmp_path: Path) -> None:
     write_module(tmp_path, "broken", "1 / 0\n")
-    with pytest.raises(ConfigurationError, match=r"cannot import 'broken': ZeroDivisionError: division by zero; "):
+    with pytest.raises(ConfigurationError, match=r"cannot import 'broken': ZeroDivisionError: division by zero$"):
         outside.import_modules(["broken"], "--import")
+
+
+def test_a_half_that_lacks_a_member_is_no_missing_package(tmp_path: Path, process: pytest.MonkeyPatch) -> None:
+    text = """
+import fleetdistill_server.methods
+from fleetdistill_server.methods.base import ServerMethod
+
+fleetdistill_server.methods.register("half", ServerMethod)
+"""
+    write_module(tmp_path, "half_a_method", text)
+    with pytest.raises(ConfigurationError, match=r"^--import: 'half_a_method': ServerMethod, .* says of it$"):
+        outside.import_modules(["half_a_method"], "--import")
 
 
 def test_method_without_server_half_is_refused_naming_the_call(tmp_path: Path) -> None:

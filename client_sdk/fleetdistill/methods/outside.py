@@ -116,11 +116,15 @@ def _import(name: str, setting: str) -> None:
     before = len(registrations)
     try:
         import_module(name)
-    except Exception as error:  # another author's module may raise anything
+    except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"{setting}: cannot import {name!r}: {_describe(error)}; install its package, or run the command in the "
             "folder that contains it"
         ) from error
+    except ConfigurationError as error:  # of a registration, which says what to do
+        raise ConfigurationError(f"{setting}: {name!r}: {error}") from error
+    except Exception as error:  # another author's module may raise anything
+        raise ConfigurationError(f"{setting}: cannot import {name!r}: {_describe(error)}") from error
     if len(registrations) > before:
         imported.add(name)
 
