@@ -128,3 +128,16 @@ def test_picture_of_interrupted_simulation_names_the_round(
     assert (whole["title"], whole["by_device"].moment) == ("feddkc on digits, seed 0, over memory", "at the end")
     assert part["title"] == "feddkc on digits, seed 0, over memory: interrupted after 1 of 30 rounds"
     assert part["by_device"].moment == "after round 1"
+
+
+@pytest.mark.parametrize(("method", "said"), [("fedavg", True), ("feddkc", False)])
+def test_the_only_model_used_of_several_is_named(method: str, said: bool, tmp_path: Path) -> None:
+    models = ("digits_linear", "digits_mlp_small")
+    told: list[str] = []
+    few = Simulation(method=method, models=models, devices=2, rounds=1, train_limit=60, test_limit=30, out=tmp_path)
+    simulate(replace(few, export="none", with_alone=False, with_fedavg=False), tell=told.append)
+    line = (
+        "all devices have digits_mlp_small, because fedavg needs one architecture; it is the largest of digits_linear, "
+        "digits_mlp_small"
+    )
+    assert told == [line] * said

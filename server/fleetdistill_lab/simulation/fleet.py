@@ -99,7 +99,7 @@ def simulate(
         on_progress: Called after every round of the fleet and of the controls.
         if_there: How to handle an earlier simulation in `out`; see `open_folder`.
         tracking: Trackers that the figures are copied to, of the controls too.
-        tell: Called with a line for the user: what `workers = "auto"` has chosen.
+        tell: Called with a line for the user: what `workers = "auto"` has chosen, and which of several models is used.
 
     Returns:
         The report, as written to report.json.
@@ -131,6 +131,9 @@ def simulate(
             fleet = _prepare(settled, data, work)
             del data  # the devices map its images from files
             has_rounds = True
+            if len(set(wanted.model_paths)) > 1 and len(models := {spec.model for spec in fleet.specs}) == 1:
+                why = f"{wanted.method} needs one architecture; it is the largest of {', '.join(wanted.model_paths)}"
+                tell(f"all devices have {models.pop()}, because {why}")
             return _run(settled, fleet, note, started, tell)
     except Interrupted:
         raise
