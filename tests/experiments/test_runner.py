@@ -576,7 +576,7 @@ def test_page_stands_alone_and_says_what_is_missing(tmp_path: Path) -> None:
         "A control is missing: training alone.",
         "2 seeds and 1 comparison a table",
         "FedProx > FedAvg",
-        "The test takes all leads as independent",
+        "one lead a seed, its mean over the grid points",
         "4 finished",
     ):
         assert text in page.text, text
