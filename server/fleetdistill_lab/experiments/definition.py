@@ -308,7 +308,7 @@ class Experiment:
             check_settings(simulation)
             own = {**of_point["simulation"], **entry.simulation}
             # A setting of [simulation] may be for some of the grid's partitions only.
-            check_used(simulation.partition, own if self._partitions_vary else sections["simulation"])
+            check_used(simulation.partition_path, own if self._partitions_vary else sections["simulation"])
         except (ConfigurationError, DataError) as error:
             raise ConfigurationError(f"{join_names(label, point)}: {error}") from error
         return Cell(label, point, simulation, sections, f"{method}-{_digest(simulation)}")

@@ -85,7 +85,7 @@ def _read(
         fields |= {"with_alone": False, "with_fedavg": False}
     base = saved_simulation(fields.get("out", Simulation.out)) if resume else None
     result = merge_settings(base, sections)
-    check_used(result.partition, fields)
+    check_used(result.partition_path, fields)
     return result
 
 
