@@ -25,7 +25,7 @@ from fleetdistill.device.command import main
 from fleetdistill.device.inspection import inspect
 from fleetdistill.errors import ConfigurationError, DeviceClosedError, LinkError, RefusedError, StateError
 from fleetdistill.state.own_files import check_can_be_state, own_files
-from fleetdistill.testing import EventLog, FaultyLink, lost
+from fleetdistill.testing import EventLog, FaultyLink, lost, refused
 from fleetdistill_server.cli.app import app
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.intake.memory_link import MemoryLink
@@ -106,6 +106,17 @@ def test_inspect_shows_withdrawn_columns_as_not_allowed(fleet: Fleet, used: Path
         with pytest.raises(RefusedError):
             device.step(0)
     assert inspect(used).allowed == ["features"]
+
+
+def test_a_device_that_may_not_forget_can_still_erase(fleet: Fleet, used: Path) -> None:
+    """A revoked one: its operator deletes at the server, and the app what is here."""
+    link = FaultyLink(MemoryLink(fleet.api), refused("leave", "revoked"))
+    with make_device(fleet, used, link=link) as device:
+        with pytest.raises(RefusedError, match=r"; nothing was erased\. To erase this device's files only: forget\(lo"):
+            device.forget()
+        assert (used / "device.json").exists()
+        device.forget(local=True)
+    assert not (used / "device.json").exists()
 
 
 def test_inspect_of_another_folder_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ _ONE_REPORT_SECONDS = 5.0
 _WAITS = {Code.NOT_READY: "keeps asking", Code.BAD_IDENTITY: "checks in again"}
 """What the device does after replies with which there is contact."""
 
+_ONLY_ERASE = "To erase this device's files only: forget(local=True), or `fleetdistill device forget --local`"
 _pauses = random.Random()  # the app may have seeded the generator of the module `random`
 
 
@@ -145,10 +146,12 @@ def request_forgetting(link: Link, identity: service_pb2.Identity, *, accepted: 
             raise RefusedError(
                 refusal.code,
                 f"this server cannot delete what the device has sent, because it does not know the device: {refusal}. "
-                "Nothing was erased. Ask the server that has accepted the device; if that has deleted the run, only "
-                "erase: forget(local=True), or `fleetdistill device forget --local`",
+                "Nothing was erased. Ask the server that has accepted the device, unless it has deleted the run. "
+                f"{_ONLY_ERASE}",
                 refusal.details,
             ) from refusal
         if is_final(refusal.code):
-            raise
+            raise RefusedError(
+                refusal.code, f"{refusal}; nothing was erased. {_ONLY_ERASE}", refusal.details
+            ) from refusal
         raise link_error(refusal) from refusal
