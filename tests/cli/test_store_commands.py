@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill_server.cli.app import app
+from fleetdistill_server.figures import SECURE_SUMS, SumFigures
 from fleetdistill_server.operations.source import LocalStore
 from fleetdistill_server.service import serve_lock
 from fleetdistill_server.store.records import Ask
@@ -61,6 +63,25 @@ def test_runs_show_prints_the_last_rounds_and_json_all(directory: Path) -> None:
     shown = json.loads(call(*given, "--json")[1])
     assert [row["round"] for row in shown["rounds"]] == list(range(1, 24))
     assert "rounds_shown" not in shown
+
+
+def test_runs_show_has_the_sums_of_the_rounds_that_it_shows(directory: Path) -> None:
+    """Rounds 4 to 24 have a failed sum each, and the last 20 rounds are shown."""
+    steps: dict[str, Any] = dict.fromkeys(
+        ("keys", "boxes", "inputs", "signatures", "shares", "threshold", "noise_shares")
+    )
+    failed = SumFigures(asked=5, min_devices=4, dropped={}, seconds=1.0, failure="too few", **steps)
+    row: dict[str, Any] = {"run": RUN, "step_number": 1, "device": "d1", "step": "secure_keys", "expects": {}}
+    store = Store.open(directory)
+    for number in range(4, 25):
+        assert store.runs.start_round(RUN, ["d1"]) == number
+        store.asks.add([Ask(**row, round=number, seed=1, deadline_at=1e12)])
+        store.runs.close_short_round(RUN, number, "too few", {SECURE_SUMS: {"1": asdict(failed)}})
+    store.close()
+    said = call("runs", "show", RUN, "--store", str(directory))[1]
+    table = said[said.index("secure_sums (20)") : said.index("bytes (")]
+    first = [line.split()[:1] for line in table.splitlines()]
+    assert [int(word) for words in first for word in words if word.isdecimal()] == list(range(5, 25))
 
 
 def test_a_long_reason_is_whole_and_an_events_text_is_wrapped(directory: Path) -> None:

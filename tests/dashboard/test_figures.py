@@ -14,7 +14,7 @@ from fleetdistill_console.dashboard.actions import RUN_ACTIONS
 from fleetdistill_console.dashboard.chart import MAX_POINTS, thin
 from fleetdistill_console.dashboard.pages.run import last_accuracy, time_left
 from fleetdistill_console.dashboard.pages.runs import accuracy
-from fleetdistill_console.dashboard.panels.classes import bubbles, note, spread
+from fleetdistill_console.dashboard.panels.classes import bubbles, note, spread, totals
 from fleetdistill_console.dashboard.panels.curves import axis
 from fleetdistill_console.dashboard.panels.embed import address, embedding
 from fleetdistill_console.dashboard.panels.round import (
@@ -199,6 +199,11 @@ def test_bubbles_are_classes_with_samples() -> None:
         (2, 0, 1),
         (1, 1, 2),
     ]
+
+
+def test_totals_are_of_all_classes_of_a_device() -> None:
+    rows: list[dict[str, Any]] = [{"counts": {"0": 3, "2": 1}}, {"counts": {"1": 2}}, {"counts": {}}]
+    assert totals(rows, ["x", "y", "z"])["data"] == [[2, 0, 4], [2, 1, 2], [2, 2, 0]]
 
 
 def test_picture_of_large_fleet_says_how_many_devices_it_shows() -> None:

@@ -21,9 +21,11 @@ from support.small_device import SmallWorker
 
 from fleetdistill import Deployment, Device, Eligibility, Event, Predictor, Step
 from fleetdistill.compute import light_worker
+from fleetdistill.deployment.versions import MODEL, Versions
 from fleetdistill.errors import ConfigurationError, DamagedStateError, LinkError, NoRoomError, StateError
 from fleetdistill.replacement import judge
 from fleetdistill.state import failpoints
+from fleetdistill.state.files import Files
 from fleetdistill.testing import ManualClock
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.testing import MemoryServer
@@ -291,6 +293,20 @@ def test_roll_forward_withdraws_what_no_turn_has_begun(tmp_path: Path) -> None:
         play(device, 1)
         assert device.version == 3
     assert kinds(events) == [("delivered", 1), ("delivered", 2), ("delivered", 3)]
+
+
+def test_a_held_version_is_not_what_a_roll_back_returns_to(tmp_path: Path) -> None:
+    """The disk was too full to use version 2 after `roll_forward`, and version 3 is delivered meanwhile."""
+    (tmp_path / MODEL).write_bytes(b"model")
+    versions = Versions(Files(tmp_path), 3)
+    versions.announce(1, "", None)
+    (first,) = filter(None, [versions.due()])
+    versions.record(first)
+    versions.hold(tmp_path / MODEL, 2, "", None)
+    assert versions.previous() is None
+    versions.announce(3, "", None)
+    (delivered, previous) = filter(None, [versions.due(), versions.previous()])
+    assert (delivered.number, previous.number) == (3, 1)
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, []), (2, ["4"]), (3, ["3", "4"])])

@@ -12,7 +12,7 @@ from support.wire_samples import make_knowledge, make_metrics
 
 from fleetdistill import COLUMNS
 from fleetdistill import knowledge as k
-from fleetdistill.device.consent import check_may_leave
+from fleetdistill.device.consent import ColumnWithdrawn, Consent, check_may_leave
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import KINDS
 
@@ -105,3 +105,13 @@ def test_kinds_that_no_column_lets_out_never_leave(kind: k.Kind) -> None:
     assert str(error.value) == (
         f"part 'extra' is a {type(kind).__name__}, which must never leave a device; nothing is sent"
     )
+
+
+@pytest.mark.parametrize("withdrawn", ["features", "logits", "labels"])
+def test_each_column_of_a_stored_answer_is_checked(withdrawn: str) -> None:
+    columns = ("features", "logits", "labels")
+    consent = Consent(columns)
+    consent.check_stored({"knowledge": columns})
+    consent.narrow([column for column in columns if column != withdrawn])
+    with pytest.raises(ColumnWithdrawn, match=f"part 'knowledge' contains {withdrawn}, which the app no longer allows"):
+        consent.check_stored({"knowledge": columns})

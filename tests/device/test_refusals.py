@@ -10,6 +10,7 @@ import pytest
 import torch
 from device.sdk_fleet import RUN, Crash, Fleet, crashing_link, make_device, stubborn_link, tiny_data
 from support.devices import answer_waits, compute_of
+from support.hostile_server import LyingLink, ask, device_at
 
 from fleetdistill import Step
 from fleetdistill.errors import (
@@ -131,3 +132,15 @@ def test_every_member_raises_a_temporary_refusal_as_link_error(
             use()
         assert error.value.after_seconds == 7.0
         use()
+
+
+def test_a_receipt_of_another_attempt_is_none_of_this_answer(tmp_path: Path) -> None:
+    """Another process with the identity of the device has sent the same bytes."""
+    link = LyingLink(ask())
+    link.change_receipt = lambda receipt: setattr(receipt.name, "attempt", 2)
+    device, events = device_at(link, tmp_path)
+    with device:
+        device.run()
+    (dropped,) = [event for event in events if event.kind == "dropped"]
+    assert dropped.values["code"] == Code.SUPERSEDED
+    assert events.texts("answered") == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import statistics
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -378,6 +379,13 @@ def test_differences_are_between_models_of_the_same_name() -> None:
             "+22.0 ± 2.0 from a devices",
         )
     ]
+
+
+def test_each_accuracy_has_its_own_spread_in_the_table() -> None:
+    """On all classes 50 and 70 %, on a device's own 60 and 60.2 %."""
+    rows = [replace(row("a", "devices", seed, 0.5 + 0.2 * seed), own_accuracy=0.6 + 0.002 * seed) for seed in (0, 1)]
+    ((_, whole, own, *_),) = model_table(lines_of(rows), "").rows
+    assert (whole, own) == ("60.0 ± 14.1", "60.1 ± 0.1")
 
 
 def test_words_in_brackets_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

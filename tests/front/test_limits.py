@@ -137,6 +137,14 @@ def test_bytes_under_way_are_bounded_but_one_upload_may_come(limits: Limits) -> 
         too_many(limiter.hold_bytes, ONE, 1)
 
 
+def test_the_bytes_of_all_devices_are_bounded_together() -> None:
+    limiter = Limiter(Limits(bytes_in_flight=100))
+    with limiter.hold_bytes(ONE, 60), limiter.hold_bytes(OTHER, 40):
+        refusal = too_many(limiter.hold_bytes, ("run", "d3"), 1)
+    assert "would have 101 bytes of all devices' uploads in progress, the limit is 100" in str(refusal)
+    limiter.hold_bytes(("run", "d3"), 100)
+
+
 def test_a_device_may_not_use_up_the_bytes_of_others() -> None:
     limiter = Limiter(Limits(bytes_in_flight_per_device=100))
     limiter.hold_bytes(ONE, 1000)

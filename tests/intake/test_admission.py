@@ -18,6 +18,7 @@ from fleetdistill.errors import RefusedError
 from fleetdistill.names import NAME_RULE
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import contract_pb2, service_pb2, tensor_pb2
+from fleetdistill_server.intake.admission import fitting_run
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
@@ -254,6 +255,19 @@ def test_a_model_on_the_runs_extractor_is_named(store: Store) -> None:
         fleet.check_in(profile=make_profile(features=[FEATURES(name="cut", shape=[4, 4])]))
     example = "build_model('linear:identity', input_shape=(1, 8, 8), classes=3)"
     assert str(error.value).endswith(f"{ON_EXTRACTOR}, for instance with {example}")
+
+
+@pytest.mark.parametrize("needs", ["same_extractor", "same_architecture"])
+def test_a_device_of_another_model_does_not_fit(store: Store, needs: str) -> None:
+    required: dict[str, Any] = {needs: True}
+    contract = make_contract(requirements=contract_pb2.Requirements(**required))
+    Fleet(store, requirements=contract.requirements)
+    store.database.write("UPDATE runs SET config = ?", json.dumps({"model": {"extractor": "identity"}}))
+    able = service_pb2.Abilities(classes=len(contract.classes), input_shape=contract.input_shape, model="identity")
+    assert fitting_run(store, able, lambda run: contract) == RUN
+    able.model = "another"
+    with pytest.raises(RefusedError, match="the device has model 'another', the run 'identity'"):
+        fitting_run(store, able, lambda run: contract)
 
 
 def test_what_no_method_requires_may_differ(store: Store) -> None:

@@ -121,6 +121,23 @@ def test_answer_begun_in_time_and_finished_too_late_is_refused(any_fleet: Fleet)
     assert list(fleet.store.blobs.staging()) == []
 
 
+def test_the_bytes_of_an_answer_that_is_overtaken_are_counted(fleet: Fleet) -> None:
+    """The answer is stored whole; the ask closes right before its receipt is committed."""
+    identity = fleet.join()
+    fleet.ask()
+    session = fleet.begin(identity, make_payload())
+    feed(session, in_pieces(make_payload(), WHOLE))
+
+    def close() -> None:
+        fleet.before_commit = lambda: None
+        fleet.store.asks.close(1, "deadline passed")
+
+    fleet.before_commit = close
+    with pytest.raises(RefusedError):
+        session.finish()
+    assert refused_bytes(fleet) == make_payload().header().ByteSize() + make_payload().data_bytes
+
+
 def test_same_upload_again_gets_same_receipt_and_counts_once(any_fleet: Fleet) -> None:
     identity = any_fleet.join()
     any_fleet.ask()

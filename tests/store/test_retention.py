@@ -282,6 +282,11 @@ def test_pruning_gives_up_old_rounds_and_keeps_their_receipts(store: Store) -> N
     assert prune(store, RUN, keep_rounds=2) == Pruned()
 
 
+def test_a_second_pruning_counts_the_rounds_that_are_left(store: Store) -> None:
+    play(store, "ccccc")
+    assert [prune(store, RUN, keep_rounds=keep).rounds for keep in (3, 2, 1)] == [2, 1, 1]
+
+
 def test_pruning_by_age_leaves_young_rounds(store: Store) -> None:
     asked = play(store, "cccc")
     store.database.write("UPDATE rounds SET ended_at = ended_at - 86400 * 40 WHERE round = 1")

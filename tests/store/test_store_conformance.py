@@ -323,6 +323,21 @@ def test_a_rollback_takes_back_answers_to_rounds_before_it(store: Store) -> None
     }
 
 
+def test_an_undone_round_does_not_end_a_row_of_short_rounds(store: Store) -> None:
+    """Closed, short, undone and short: two are short since the last completed round."""
+    store.runs.set_keep_checkpoints(RUN, 5)
+    for state in "csc":
+        number = store.runs.start_round(RUN, ["a"])
+        if state == "c":
+            store.runs.close_round(RUN, number, bytes([number]) * 32, [], {})
+        else:
+            store.runs.close_short_round(RUN, number, "too few")
+    assert store.runs.short_rounds_in_a_row(RUN) == 0
+    store.runs.roll_back(RUN, 1)
+    store.runs.close_short_round(RUN, store.runs.start_round(RUN, ["a"]), "too few")
+    assert store.runs.short_rounds_in_a_row(RUN) == 2
+
+
 @settings(max_examples=30)
 @given(st.data())
 def test_every_receipt_is_used_or_reported_once_round_is_over(data: st.DataObject) -> None:

@@ -377,6 +377,30 @@ def test_capped_device_weighs_less_in_covariance_and_degrees_too() -> None:
     np.testing.assert_allclose(result.covariance, np.diag([308 / 54, 308 / 54]), rtol=1e-12)
 
 
+def test_a_capped_device_loses_a_degree_for_each_class() -> None:
+    """Two classes of means 0: 12, 12 and 1,200 rows of variances 1, 1 and 9, of which 36 count.
+
+    df = 10 + 10 + 34 + 4 (two means instead of six); the covariance is (10 x 1 + 10 x 1 + 34 x 9) / 58 = 326 / 58.
+    """
+    parts = {
+        name: SharedStatistics(
+            labels=[0, 1],
+            counts=np.array([rows, rows], np.int32),
+            means=np.zeros((2, 2), np.float16),
+            directions=None,
+            steps=None,
+            variances=np.full(2, variance, np.float16),
+            df=np.array(2 * rows - 2, np.int32),
+        )
+        for name, rows, variance in (("a", 6, 1), ("b", 6, 1), ("c", 600, 9))
+    }
+    result, _, _ = merge_moments(parts, MergeRules(robust="off", count_cap=3), Silent())  # type: ignore[arg-type]
+    assert result is not None
+    assert result.counts.tolist() == [6 + 6 + 18] * 2
+    assert result.df == 58
+    np.testing.assert_allclose(result.covariance, np.diag([326 / 58, 326 / 58]), rtol=1e-12)
+
+
 def test_a_cap_bounds_what_one_device_counts_for() -> None:
     halves = {
         "a": make_device([10, 10, 0, 0]),

@@ -276,6 +276,15 @@ def test_every_event_about_a_sum_says_that_it_is_not_reviewed():
     assert all(event.text.endswith(" (not yet reviewed by a cryptographer)") for event in events)
 
 
+def test_who_is_in_a_sum_that_is_thrown_away_is_in_no_other(monkeypatch):
+    """Without noise, two sums that differ by a device would tell its numbers. Device c gave no share here."""
+    server, fleet = make_server(SUMMED), devices(method=SUMMED)
+    monkeypatch.setattr(sum_server, "why_implausible", lambda sums, parameters: "a class has -1000 rows")
+    with pytest.raises(QuorumNotReached):
+        play(server, fleet, silent=[(UNMASK, "c")])
+    assert set(members_of(server)) == set("abcde")
+
+
 class Accusing(FakeCohort):
     """A cohort in which two devices decline the masked input with reasons that fit no other device of the sum."""
 

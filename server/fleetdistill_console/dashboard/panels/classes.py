@@ -51,7 +51,7 @@ class ClassesPanel:
             self._chart.props["aria-label"] = _sentence(rows, names)
             self._chart.options["xAxis"]["data"] = names
             self._chart.options["yAxis"]["data"] = [str(row["device"]) for row in rows]
-            self._chart.options["series"] = [_bubbles(rows, names), _totals(rows, names)]
+            self._chart.options["series"] = [_bubbles(rows, names), totals(rows, names)]
             self._chart.update()
 
 
@@ -93,12 +93,12 @@ def _bubbles(rows: Sequence[TableRow], names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _totals(rows: Sequence[TableRow], names: Sequence[str]) -> dict[str, Any]:
-    totals = [[len(names) - 1, line, sum(row["counts"].values())] for line, row in enumerate(rows)]
+def totals(rows: Sequence[TableRow], names: Sequence[str]) -> dict[str, Any]:
+    """Returns the devices' numbers of samples as texts to the right of the last class."""
     shown = {"show": True, "position": "right", "distance": 30, "color": "var(--fd-text)"}
     return {
         "type": "scatter",
-        "data": totals,
+        "data": [[len(names) - 1, line, sum(row["counts"].values())] for line, row in enumerate(rows)],
         "symbolSize": 0.1,
         "silent": True,
         "label": {**shown, ":formatter": "item => item.value[2].toLocaleString('en-US')"},
