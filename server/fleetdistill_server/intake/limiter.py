@@ -171,7 +171,7 @@ class Limiter:
                 raise
 
     def hold_bytes(self, key: DeviceKey, size: int) -> Reservation:
-        """Reserves `size` bytes for an upload; a device's only upload may have any size.
+        """Reserves `size` bytes for an upload; the only upload in progress may have any size.
 
         Raises:
             RefusedError: `too-many`: the uploads in progress have too many bytes.
