@@ -60,7 +60,7 @@ def test_an_open_page_says_that_the_database_is_away(own_postgres: Postgres, tmp
             page.goto(address)
             page.get_by_role("gridcell", name="0 of 3").wait_for()
             own_postgres.stop()
-            page.get_by_text("The figures below are from").wait_for(timeout=15_000)
+            page.get_by_text("The figures below are from").wait_for()
             page.get_by_text("Something is wrong: the database is not available").wait_for()
             own_postgres.start_again()
             page.get_by_text("The figures below are from").wait_for(state="hidden")
