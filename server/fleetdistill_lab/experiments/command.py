@@ -315,6 +315,10 @@ def report(
     path = find_experiment(file)
     experiment = read_experiment(path, scale)
     folder = _folder(out, experiment)
+    found = [item.parent.name for item in folder.parent.glob(f"{experiment.name}-*/results.sqlite")]
+    if out is None and found and folder.name not in found:
+        scales = " and ".join(sorted(name.removeprefix(f"{experiment.name}-") for name in found))
+        raise ConfigurationError(f"{folder} does not exist; there are results of --scale {scales}")
     follow_edits(experiment, folder, path.read_text(encoding="utf-8"))
     _write_report(experiment, folder)
 

@@ -222,10 +222,11 @@ def model_lines(experiment: Experiment) -> list[str]:
     shared = [
         label for label, entry in experiment.methods.items() if device_class(entry.method or label).shares_fleet_model
     ]
-    if not shared or len(shared) == len(experiment.methods):
+    if not shared:
         return []
+    methods = "all methods" if len(shared) == len(experiment.methods) else "; ".join(shared)
     return [
-        f"The model that a device has at the end is the global one with {'; '.join(shared)}. The metrics after local "
+        f"The model that a device has at the end is the global one with {methods}. The metrics after local "
         "training are about device models with all methods."
     ]
 
