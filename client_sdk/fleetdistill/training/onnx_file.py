@@ -63,7 +63,11 @@ def copy_onnx(source: Path, path: Path) -> None:
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Converts exceptions of torch, onnx, onnxruntime and the file system to `ExportError`, a full disk to another."""
+    """Converts exceptions of torch, onnx, onnxruntime and the file system to `ExportError`.
+
+    Raises:
+        NoRoomError: The disk is full.
+    """
     try:
         yield
     except WorkInterrupted:

@@ -375,7 +375,7 @@ def faulty(labels: Any, devices: int, seed: int, what: str = "") -> list[Any]:
         "floats": [np.array(rows[0], float), *rows[1:]],
         "twice": [[*rows[0], rows[1][0]], *rows[1:]],
         "outside": [[*rows[0], len(labels)], *rows[1:]],
-        "negative": [[-1], *rows[1:]],
+        "negative": [[5, -1, 7], *rows[1:]],
     }[what]
 
 

@@ -380,8 +380,8 @@ def _check_parts(kind: str, parts: Sequence[npt.NDArray[Any]], rows: int, device
         if part.ndim != 1 or not np.issubdtype(part.dtype, np.integer) or not len(part):
             text = f"{part.dtype} of shape {list(part.shape)}"
             raise DataError(f"{name} returned {text} for device {number}, expected a vector of at least one row number")
-        if part.min() < 0 or part.max() >= rows:
-            raise DataError(f"{name} gave device {number} row {part.max()}, but the data have rows 0 to {rows - 1}")
+        if len(outside := part[(part < 0) | (part >= rows)]):
+            raise DataError(f"{name} gave device {number} row {outside[0]}, but the data have rows 0 to {rows - 1}")
     given = np.concatenate(parts)
     if len(np.unique(given)) < len(given):
         twice = np.flatnonzero(np.bincount(given) > 1)[0]
