@@ -98,7 +98,7 @@ def main() -> int:
     try:
         created = _create(Path(sys.argv[1]), NewRun(**request["run"]), Call(**request["call"]))
     except (FleetDistillError, MemoryError, RuntimeError) as error:
-        if is_out_of_memory(error) or is_out_of_memory(error.__cause__):
+        if is_out_of_memory(error):
             limit = f"{request['memory']:,} bytes of memory"
             print(f"the run needs more than {limit} to be checked; use smaller models or data")
         elif isinstance(error, FleetDistillError):

@@ -115,10 +115,10 @@ _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "std::bad_alloc"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Returns whether an error of Python, NumPy or PyTorch says that there is not enough memory."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
-    )
+    """Returns whether an error, or one of its causes, says that Python, NumPy or PyTorch had not enough memory."""
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY):
+        return True
+    return isinstance(error, MemoryError) or (error is not None and is_out_of_memory(error.__cause__))
 
 
 def evaluation_samples(config: RunConfig) -> int:
