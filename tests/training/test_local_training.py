@@ -248,6 +248,12 @@ class TestScoring:
         inputs = torch.rand(100, 4)
         made = extract(model, inputs, 80)
         assert sizes == [2, 63, 17, 20]  # the first two are measured
+        sizes.clear()
+        extract(model, inputs, 80)
+        assert sizes == [63, 17, 20]
+        sizes.clear()
+        extract(lambda x: wide(x) + wide(x), inputs[:20], 80, model=model)
+        assert sizes == [2, 2, 20, 20]  # another function of the same module is measured by itself
         assert_close(made, inputs @ wide.weight.mean(0)[:, None] + wide.bias.mean(), rtol=1e-4, atol=1e-5)
 
     @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -267,13 +268,25 @@ def extract(
 def rows_at_once(model_fn: Callable[[Tensor], Tensor], module: nn.Module, rows: Tensor) -> int:
     """Returns how many rows a batch without gradients may have, at least 1: see `BATCH_BYTES`.
 
-    A scripted module is not measured and has no limit.
+    A scripted module is not measured and has no limit. A module is measured once for each function and shape of input.
 
     Args:
         model_fn: Function that uses the module.
         module: The module, in eval mode.
         rows: One or two inputs on the module's device, on which a layer's inputs and outputs are measured.
     """
+    code = getattr(model_fn, "__func__", getattr(model_fn, "__code__", None))  # the same each time for a lambda
+    measured, key = _row_bytes.setdefault(module, {}), (code, rows.shape, rows.dtype)
+    if key not in measured:
+        measured[key] = _measure_row_bytes(model_fn, module, rows)
+    return max(BATCH_BYTES // measured[key], 1)
+
+
+_row_bytes: WeakKeyDictionary[nn.Module, dict[Hashable, int]] = WeakKeyDictionary()
+
+
+def _measure_row_bytes(model_fn: Callable[[Tensor], Tensor], module: nn.Module, rows: Tensor) -> int:
+    """Returns the size of the inputs and outputs of the largest layer, for one row."""
     largest, thread = 1, threading.get_ident()
 
     def note(layer: nn.Module, given: tuple[object, ...], made: object) -> None:
@@ -290,7 +303,7 @@ def rows_at_once(model_fn: Callable[[Tensor], Tensor], module: nn.Module, rows: 
     finally:
         for handle in handles:
             handle.remove()
-    return max(BATCH_BYTES // largest, 1)
+    return largest
 
 
 def _module_of(model_fn: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -350,6 +363,7 @@ def check_plan(epochs: int, batch_size: int) -> None:
 def _check_logits(logits: Tensor, count: int, classes: int) -> None:
     if logits.shape != (count, classes):
         raise ModelError(f"the model returned shape {list(logits.shape)}, expected logits [{count}, {classes}]")
-    bad = (~logits.isfinite()).any(dim=1).nonzero()
-    if len(bad):
-        raise KnowledgeError(f"the model returned a non-finite logit at row {int(bad[0])}; it has probably diverged")
+    finite = logits.isfinite()
+    if not finite.all():
+        row = int((~finite).any(dim=1).nonzero()[0])
+        raise KnowledgeError(f"the model returned a non-finite logit at row {row}; it has probably diverged")

@@ -449,6 +449,15 @@ def test_an_upload_has_the_columns_of_its_variant_and_no_others(knowledge: str) 
         assert_close(torch.from_numpy(sent.embeddings), embedding)
 
 
+def test_logits_and_embeddings_come_from_one_pass() -> None:
+    device = make_device(knowledge="repfull")
+    passes: list[int] = []
+    stages: Any = device.local.model.stages
+    stages[0].register_forward_hook(lambda layer, given, made: passes.append(len(made)))
+    device.handle(ask(NOTHING))
+    assert passes[-2:] != [len(make_proxy())] * 2
+
+
 def test_round_1_is_local_training_whatever_alpha() -> None:
     one, other = make_device(alpha=0.0), make_device(alpha=3.0)
     one.handle(ask(NOTHING))

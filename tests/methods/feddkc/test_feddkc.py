@@ -355,6 +355,16 @@ def test_knowledge_in_eval_mode_and_sample_order_leaves_no_trace() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_features_and_logits_come_from_one_pass() -> None:
+    device = make_device(rows=9)
+    rows: list[int] = []
+    extractor: nn.Module = device.local.model.extractor  # type: ignore[assignment]
+    first = next(layer for layer in extractor.modules() if not list(layer.children()))
+    first.register_forward_hook(lambda layer, given, made: rows.append(len(made)))
+    device.knowledge()
+    assert rows == [9]
+
+
 def test_same_ask_gives_same_answer_and_momentum_is_kept() -> None:
     one, other = make_device(), make_device()
     first = [device.handle(ask(NOTHING, seed=4)).parts["knowledge"].logits for device in (one, other)]  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ own samples, and the models may differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -134,13 +135,16 @@ class CDKTDevice(DeviceMethod):
 
     def _knowledge(self) -> ProxyKnowledge:
         """Returns message 2: the columns z_n and h_n of the whole proxy set, in its order, in eval mode."""
-        (outcomes, embeddings), model, inputs = self.config.up, self.local.model, self._proxy.inputs
-        forward: dict[str, Callable[[Tensor], Tensor]] = {}
-        if outcomes:
-            forward["logits"] = model
-        if embeddings:
-            forward["embeddings"] = lambda x: logits_and_embedding(model, x)[1]
-        columns = {name: extract(function, inputs, model=model).numpy() for name, function in forward.items()}
+        (outcomes, embeddings), model, classes = self.config.up, self.local.model, self.local.classes
+
+        def forward(x: Tensor) -> Tensor:
+            return torch.cat(logits_and_embedding(model, x), dim=1) if embeddings else cast(Tensor, model(x))
+
+        columns: dict[str, Array] = {}
+        if outcomes or embeddings:
+            made = extract(forward, self._proxy.inputs, model=model).numpy()
+            columns |= {"logits": made[:, :classes]} if outcomes else {}
+            columns |= {"embeddings": made[:, classes:]} if embeddings else {}
         return ProxyKnowledge(valid=bool(columns), proxy_digest=self.local.proxy_digest, **columns)
 
     @property

@@ -120,7 +120,7 @@ class FedDKCDevice(DeviceMethod):
     def knowledge(self) -> SampleKnowledge:
         """Returns features at the cut, logits and, unless they stay, labels of all own rows, computed in eval mode."""
         features = extract(self.local.taps.features, self.local.data.inputs, model=self.local.model)
-        logits = extract(self.local.model, self.local.data.inputs)
+        logits = extract(self.local.taps.predict, features, model=self.local.model)
         return SampleKnowledge(
             sample_ids=self._sample_ids,
             features={CUT: features.numpy()},
