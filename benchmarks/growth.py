@@ -132,7 +132,7 @@ def images(train: int, test: int = 500, classes: int = CLASSES) -> dict[str, np.
 
     def part(name: str, rows: int) -> dict[str, np.ndarray]:
         labels = np.arange(rows) % classes
-        inputs = centres[labels] + rng.normal(0, 0.3, (rows, 1, 8, 8))
+        inputs = (centres[labels] + rng.normal(0, 0.3, (rows, 1, 8, 8))).clip(0, 1)  # as scattering needs them
         return {f"{name}_inputs": inputs.astype(np.float32), f"{name}_labels": labels}
 
     return part("train", train) | part("test", test)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from support.confusions import matrix
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.knowledge import DELIVER
@@ -39,8 +40,8 @@ from fleetdistill_server.store.records import Traffic, Upload
 from fleetdistill_server.store.states import UploadStatus
 
 ROOT = Path(__file__).parents[2]
-KNOWS_0 = np.array([[10, 0], [10, 0]])  # says 0 of everything: half of all, all of class 0
-KNOWS_BOTH = np.array([[10, 0], [0, 10]])
+KNOWS_0 = matrix([[10, 0], [10, 0]])  # says 0 of everything: half of all, all of class 0
+KNOWS_BOTH = matrix([[10, 0], [0, 10]])
 SAMPLES = np.array([[5, 0], [5, 5]])
 COST = Cost([{"up": 10.0, "down": 5.0}, {"up": 0.0, "down": 1.0}], exchanges=2.0)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import onnxruntime
 import pytest
+from support.confusions import matrix
 
 from fleetdistill.methods.classstats.exchange import PersonalVariant
 from fleetdistill_lab.simulation.data.datasets import load_dataset
@@ -93,35 +94,35 @@ def test_feddkd_bn_is_scored_with_the_steps_in_every_round(tmp_path: Path) -> No
 
 def test_round_delivery_counts_for_the_completed_round_before_it(tmp_path: Path) -> None:
     """Rounds 1, 3 and 4 complete, 2 falls short: its ask brought what round 1 made, and the result is round 4's."""
-    store = three_rounds("feddkd", {1: [[1]], 3: [[1]], 4: [[1]]})
+    store = three_rounds("feddkd", {1: 1, 3: 1, 4: 1})
     spec = DeviceSpec("a", "", 0, 2, "", "", str(tmp_path / "a"), RUN)
-    append_scores(spec.scores_file, "a", START, [[0]])
+    append_scores(spec.scores_file, "a", START, matrix([[0]]))
     for before, value in ((0, 10), (1, 20), (2, 30), (3, 40), (4, 50)):
-        append_scores(spec.scores_file, "a", before, [[value]], PRODUCT)
+        append_scores(spec.scores_file, "a", before, matrix([[value]]), PRODUCT)
     history = read_history(store, RUN, [spec])
     assert cells(history.products["a"]) == [30, 40, 50]
     spec.scores_file.unlink()
-    append_scores(spec.scores_file, "a", START, [[0]])
-    append_scores(spec.scores_file, "a", 0, [[10]], PRODUCT)
+    append_scores(spec.scores_file, "a", START, matrix([[0]]))
+    append_scores(spec.scores_file, "a", 0, matrix([[10]]), PRODUCT)
     assert cells(read_history(store, RUN, [spec]).products["a"]) == [10, 10, 10]
     assert cells(history.devices["a"]) == [0, 0, 0]
 
 
 def test_fedavgs_devices_have_the_engines_scores(tmp_path: Path) -> None:
     """Every device receives the global model, whose score may be missing for a round."""
-    store = three_rounds("fedavg", {1: [[5]], 3: None, 4: [[7]]})
+    store = three_rounds("fedavg", {1: 5, 3: None, 4: 7})
     specs = [DeviceSpec(name, "", 0, 2, "", "", str(tmp_path / name), RUN) for name in "ab"]
     specs[0].scores_file.touch()
     history = read_history(store, RUN, specs)
     assert [cells(history.products[name]) for name in "ab"] == [[5, None, 7]] * 2
-    assert {name: int(counts[0, 0]) for name, counts in history.delivered.items()} == {"a": 7, "b": 7}
+    assert {name: counts.count for name, counts in history.delivered.items()} == {"a": 7, "b": 7}
     assert cells(history.devices["a"]) == [None] * 3, "no training was scored"
     choosing = [replace(spec, validation_file="chooses") for spec in specs]
     assert read_history(store, RUN, choosing).products == {}, "a device that chooses may keep its model"
 
 
 def three_rounds(method: str, scores: Mapping[int, Any]) -> Store:
-    """A store of rounds 1, 3 and 4, of which round 2 fell short; with the global model's matrices."""
+    """A store of rounds 1, 3 and 4, of which round 2 fell short; with the global model's matrices of one cell."""
     store = Store.in_memory()
     store.runs.begin(RUN, {"run": {"name": RUN, "method": method, "rounds": 3}})
     for number in (1, 2, 3, 4):
@@ -129,14 +130,14 @@ def three_rounds(method: str, scores: Mapping[int, Any]) -> Store:
         if number == 2:
             store.runs.close_short_round(RUN, number, "nobody")
         else:
-            figures = {} if scores[number] is None else {"global_confusion": scores[number]}
+            figures = {} if scores[number] is None else {"global_confusion": [[0, 0, scores[number]]]}
             store.runs.close_round(RUN, number, b"", [], figures)
     return store
 
 
 def cells(matrices: Sequence[Any]) -> list[int | None]:
-    """The first cell of each matrix."""
-    return [None if counts is None else int(counts[0, 0]) for counts in matrices]
+    """The only cell of each matrix."""
+    return [None if counts is None else counts.count for counts in matrices]
 
 
 @pytest.mark.long

@@ -201,22 +201,23 @@ class TestScoring:
         logits = torch.tensor([[3.0, 1, 0], [0, 2, 1], [0, 5, 1], [0, 1, 1]])
         counts = evaluate(nn.Identity(), TensorData(logits, torch.tensor([0, 0, 1, 2])), 3, batch_size=3)
         assert (counts.correct, counts.count, counts.accuracy) == (2, 4, 0.5)
-        assert counts.per_class_correct.tolist() == [1, 1, 0]
-        assert counts.per_class_count.tolist() == [2, 1, 1]
-        assert counts.confusion.tolist() == [[1, 1, 0], [0, 1, 0], [0, 1, 0]]
+        assert counts.confusion.hits.tolist() == [1, 1, 0]
+        assert counts.confusion.rows.tolist() == [2, 1, 1]
+        assert counts.confusion.predicted.tolist() == [1, 3, 0]
+        assert counts.confusion.cells.tolist() == [[0, 0, 1], [0, 1, 1], [1, 1, 1], [2, 1, 1]]
         rows = [-torch.log_softmax(row, 0)[label] for row, label in zip(logits, (0, 0, 1, 2), strict=True)]
         assert counts.loss_sum == pytest.approx(float(sum(rows)))
 
     def test_the_batch_size_does_not_change_the_counts(self) -> None:
         model, data = _linear(batch_norm=True), _noise(50)
         scores = [evaluate(model, data, 3, batch_size=size) for size in (1, 7, 1024)]
-        assert len({(score.correct, tuple(score.per_class_correct.tolist())) for score in scores}) == 1
+        assert len({(score.correct, tuple(score.confusion.hits.tolist())) for score in scores}) == 1
         assert scores[0].loss_sum == pytest.approx(scores[2].loss_sum, rel=1e-6)
 
     def test_no_samples_give_zero_counts(self) -> None:
         counts = evaluate(_linear(), _noise(0), 3)
         assert (counts.correct, counts.count, counts.loss_sum) == (0, 0, 0.0)
-        assert counts.per_class_count.tolist() == [0, 0, 0]
+        assert counts.confusion.rows.tolist() == [0, 0, 0]
         assert np.isnan(counts.accuracy)
 
     def test_a_model_that_does_not_fit_is_refused(self) -> None:

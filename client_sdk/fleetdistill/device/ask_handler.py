@@ -273,7 +273,7 @@ class AskHandler:
         self._parts.permission.check_answer(payload, known_compression(terms.compression, offered()))
         # A server that lost an acknowledged answer asks again, with an attempt number above the device's own count.
         attempt = max(self._storage.outbox.next_attempt(ask.round, ask.step_number), ask.first_attempt)
-        scores = {split: counts.confusion.tolist() for split, counts in computed.scores.items()}
+        scores = {split: counts.confusion.cells.tolist() for split, counts in computed.scores.items()}
         pending = Pending(
             round=ask.round,
             step_number=ask.step_number,

@@ -211,10 +211,11 @@ class Events:
 
     def emit_scores(self, pending: Pending) -> None:
         """Emits the scores of the round's model on the app's test and validation data."""
-        for split, confusion in pending.scores.items():
-            correct, count = sum(row[label] for label, row in enumerate(confusion)), sum(map(sum, confusion))
+        for split, cells in pending.scores.items():
+            count = sum(samples for _, _, samples in cells)
+            correct = sum(samples for true, predicted, samples in cells if true == predicted)
             accuracy = correct / count if count else math.nan
-            values = {"split": split, "accuracy": accuracy, "confusion": confusion}
+            values = {"split": split, "accuracy": accuracy, "confusion": cells}
             data, _, model = split.partition("/")
             text = f"round {pending.round}: {accuracy:.1%} on the {data} data{f', {model} model' if model else ''}"
             self.emit("scored", pending.round, text, values)

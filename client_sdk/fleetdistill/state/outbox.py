@@ -41,7 +41,7 @@ class Pending:
         round, step_number, attempt: Name of the upload.
         samples: Number of samples behind the answer.
         replacement: Whether the app's model is replaced with the receipt; None if the round continues.
-        scores: Confusion matrices `[classes, classes]` of the round's model by split, emitted with the receipt.
+        scores: `Confusion.cells` of the round's model by split, emitted with the receipt.
         payload: SHA-256 of the ask's payload in hex; empty if the ask had none.
         step: Name of the step.
         columns: Columns of each part, by name of the part.

@@ -10,7 +10,58 @@ import numpy as np
 
 from fleetdistill.knowledge import GENERAL, Array, ClassCount, Metric
 
-__all__ = ["Counts", "place_of"]
+__all__ = ["Confusion", "Counts", "place_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Confusion:
+    """A confusion matrix `[classes, classes]`, kept as its cells that are not zero: at most one for each sample.
+
+    Attributes:
+        cells: `[cells, 3]` int64: true class, predicted class and number of samples, in ascending order.
+        classes: Number of classes.
+    """
+
+    cells: Array
+    classes: int
+
+    @classmethod
+    def of(cls, labels_n: Array, predictions_n: Array, classes: int) -> Confusion:
+        """Returns the matrix of predictions: both arguments are integers `[n]` in `[0, classes)`."""
+        samples = np.bincount(np.asarray(labels_n, np.int64) * classes + predictions_n)
+        pairs = np.flatnonzero(samples)
+        return cls(np.stack([pairs // classes, pairs % classes, samples[pairs]], axis=1), classes)
+
+    @property
+    def correct(self) -> int:
+        """Number of samples that are classified correctly."""
+        return int(self.hits.sum())
+
+    @property
+    def count(self) -> int:
+        """Number of samples."""
+        return int(self.cells[:, 2].sum())
+
+    @property
+    def hits(self) -> Array:
+        """Correct samples of each class (TP), `[classes]` int64."""
+        right = self.cells[self.cells[:, 0] == self.cells[:, 1]]
+        return self._sums(right[:, 0], right[:, 2])
+
+    @property
+    def rows(self) -> Array:
+        """Samples of each true class (TP + FN), `[classes]` int64."""
+        return self._sums(self.cells[:, 0], self.cells[:, 2])
+
+    @property
+    def predicted(self) -> Array:
+        """Samples of each predicted class (TP + FP), `[classes]` int64."""
+        return self._sums(self.cells[:, 1], self.cells[:, 2])
+
+    def _sums(self, of: Array, samples: Array) -> Array:
+        result = np.zeros(self.classes, np.int64)
+        np.add.at(result, of, samples)
+        return result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,28 +72,18 @@ class Counts:
         correct: Number of samples that are classified correctly.
         count: Number of samples.
         loss_sum: Sum of the cross-entropy over the samples, in nats.
-        confusion: `[classes, classes]` int64: samples by true class (row) and predicted class (column).
+        confusion: Samples by true and predicted class.
     """
 
     correct: int
     count: int
     loss_sum: float
-    confusion: Array
+    confusion: Confusion
 
     @property
     def accuracy(self) -> float:
         """Share of correct samples in [0, 1]; NaN without samples."""
         return self.correct / self.count if self.count else math.nan
-
-    @property
-    def per_class_correct(self) -> Array:
-        """Correct samples of each true class (TP), `[classes]`."""
-        return self.confusion.diagonal()
-
-    @property
-    def per_class_count(self) -> Array:
-        """Samples of each true class (TP + FN), `[classes]`."""
-        return np.asarray(self.confusion.sum(axis=1))
 
 
 def counts_of(logits_nc: Array, labels_n: Array, classes: int) -> Counts:
@@ -54,12 +95,11 @@ def counts_of(logits_nc: Array, labels_n: Array, classes: int) -> Counts:
         classes: Number of classes C.
     """
     best = logits_nc.argmax(axis=1)
-    pairs = np.bincount(labels_n * classes + best, minlength=classes**2)
     return Counts(
         correct=int((best == labels_n).sum()),
         count=len(labels_n),
         loss_sum=-likelihood(logits_nc, labels_n),
-        confusion=pairs.reshape(classes, classes),
+        confusion=Confusion.of(labels_n, best, classes),
     )
 
 
@@ -85,7 +125,7 @@ def allowed(figures: Sequence[Metric], allow: Sequence[str]) -> list[Metric]:
 
 
 def _by_class(counts: Counts) -> list[ClassCount]:
-    pairs = zip(counts.per_class_correct.tolist(), counts.per_class_count.tolist(), strict=True)
+    pairs = zip(counts.confusion.hits.tolist(), counts.confusion.rows.tolist(), strict=True)
     return [ClassCount(label=label, sum=hit, count=all_) for label, (hit, all_) in enumerate(pairs) if all_]
 
 

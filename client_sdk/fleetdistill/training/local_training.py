@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fleetdistill.errors import CannotAnswer, ConfigurationError, DataError, KnowledgeError, ModelError
 from fleetdistill.interruption import check_may_continue
 from fleetdistill.progress import report_progress
-from fleetdistill.training.figures import Counts
+from fleetdistill.training.figures import Confusion, Counts
 from fleetdistill.training.model import frozen_batch_norm, in_mode
 from fleetdistill.training.randomness import draws_nothing
 from fleetdistill.training.tensor_data import LazyData, LazyInputs, TensorData, as_tensor_data
@@ -207,12 +207,11 @@ def evaluate(model: nn.Module, data: TensorData | LazyData, classes: int, batch_
         raise DataError(f"label {int(labels.max())} is outside [0, {classes})")
     _check_logits(logits, len(labels), classes)
     best = logits.argmax(dim=1)  # documented to return the first of several maxima
-    pairs = torch.bincount(labels * classes + best, minlength=classes**2)
     return Counts(
         correct=int((best == labels).sum()),
         count=len(labels),
         loss_sum=float(functional.cross_entropy(logits.double(), labels, reduction="sum")),
-        confusion=pairs.reshape(classes, classes).numpy(),
+        confusion=Confusion.of(labels.numpy(), best.numpy(), classes),
     )
 
 

@@ -502,7 +502,7 @@ class Engine:
                 f"the global model cannot be scored: {error}; the run keeps the state from before the round"
             ) from error
         cohort.report("global_accuracy", counts.accuracy)
-        cohort.report("global_confusion", counts.confusion.tolist())
+        cohort.report("global_confusion", counts.confusion.cells.tolist())
 
     def _stored(self) -> Run:
         return self._store.runs.existing(self._name)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.confusions import dense, matrix
 from support.fleets import SMALL, prepare, run_in_memory
 
 from fleetdistill_lab.simulation.report.history import read_history
@@ -18,7 +19,7 @@ from fleetdistill_lab.simulation.spec.score_log import START, append_scores
 from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.store import Store
 
-FIRST, SECOND, THIRD = (np.full((2, 2), number) for number in range(3))
+FIRST, SECOND, THIRD = (matrix(np.full((2, 2), number)) for number in range(3))
 
 
 def store_of(method: str, rounds: int) -> Store:
@@ -50,7 +51,7 @@ def device_a(tmp_path: Path) -> DeviceSpec:
     """It noted a score in both rounds."""
     spec = DeviceSpec("a", "", 0, 2, "", "", str(tmp_path / "a"), RUN)
     for number, confusion in ((START, FIRST), (1, SECOND), (2, THIRD)):
-        append_scores(spec.scores_file, "a", number, confusion.tolist())
+        append_scores(spec.scores_file, "a", number, confusion)
     return spec
 
 
@@ -60,10 +61,7 @@ def test_score_without_receipt_is_of_a_model_the_device_lacks(tmp_path: Path) ->
     answered_round(store, [("train", True)])
     history = read_history(store, RUN, [device_a(tmp_path)])
     assert history.took_part == {"a": [False, True]}
-    assert [None if item is None else item.tolist() for item in history.devices["a"]] == [
-        FIRST.tolist(),
-        THIRD.tolist(),
-    ]
+    assert [None if item is None else dense(item) for item in history.devices["a"]] == [dense(FIRST), dense(THIRD)]
 
 
 def test_answer_unused_by_round_has_trained_device_all_the_same(tmp_path: Path) -> None:
@@ -86,9 +84,9 @@ def test_further_answer_counts_from_first_round_with_receipt(tmp_path: Path) -> 
     for receipt in (True, False, True, False):
         answered_round(store, [("learn", receipt)])
     for number in (2, 3, 4):
-        append_scores(spec.scores_file, "a", number, np.full((2, 2), number).tolist(), "personal")
+        append_scores(spec.scores_file, "a", number, matrix(np.full((2, 2), number)), "personal")
     result = read_history(store, RUN, [spec]).further["personal"]["a"]
-    assert [item if item is None else item.tolist() for item in result] == [None, None, [[3, 3]] * 2, [[3, 3]] * 2]
+    assert [item if item is None else dense(item) for item in result] == [None, None, [[3, 3]] * 2, [[3, 3]] * 2]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedd2s"])

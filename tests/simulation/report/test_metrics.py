@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.confusions import matrix
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.training.figures import Confusion
 from fleetdistill_lab.simulation.report.metrics import (
-    Ints,
+    Margins,
     accuracy,
     accuracy_by_class,
     c_gen,
     c_per,
     c_spec,
-    confusion,
     f1_by_class,
     f1_macro,
     f1_weighted,
@@ -27,20 +28,18 @@ from fleetdistill_lab.simulation.report.metrics import (
 )
 
 
-def hits(correct: int, rows: int) -> Ints:
+def hits(correct: int, rows: int) -> Confusion:
     """A confusion matrix of one class that is answered right or as the other."""
-    return np.array([[correct, rows - correct], [0, 0]])
+    return matrix([[correct, rows - correct], [0, 0]])
 
 
-OWN = np.stack([hits(9, 10), hits(24, 30), hits(30, 60)])
+OWN = Margins.stack([hits(9, 10), hits(24, 30), hits(30, 60)])
 # 40, 50 and 70 of the 100 rows of the union; what stands on the diagonal is OWN.
-EVERYWHERE = np.stack(
-    [
-        np.stack([hits(9, 10), hits(11, 30), hits(20, 60)]),
-        np.stack([hits(6, 10), hits(24, 30), hits(20, 60)]),
-        np.stack([hits(10, 10), hits(30, 30), hits(30, 60)]),
-    ]
-)
+EVERYWHERE = [
+    Margins.stack([hits(9, 10), hits(11, 30), hits(20, 60)]),
+    Margins.stack([hits(6, 10), hits(24, 30), hits(20, 60)]),
+    Margins.stack([hits(10, 10), hits(30, 30), hits(30, 60)]),
+]
 
 
 def test_metrics_c_spec_over_devices_and_over_samples() -> None:
@@ -57,7 +56,7 @@ def test_metrics_c_gen_and_c_per() -> None:
 
 
 def test_metrics_all_four_of_one_round() -> None:
-    server = np.stack([hits(5, 10), hits(15, 30), hits(60, 60)])
+    server = Margins.stack([hits(5, 10), hits(15, 30), hits(60, 60)])
     result = fleet_scores(EVERYWHERE, server)
     assert (result.global_, result.c_spec, result.empty_parts) == (0.8, c_spec(OWN), 0)
     assert result.c_per == pytest.approx(0.633333, abs=1e-6)
@@ -68,7 +67,7 @@ def test_metrics_all_four_of_one_round() -> None:
 
 
 def test_metrics_f1_of_three_classes() -> None:
-    counts = confusion([0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 2, 2], 3)
+    counts = Confusion.of(np.array([0, 0, 0, 1, 1, 2]), np.array([0, 0, 1, 1, 2, 2]), 3)
     assert f1_by_class(counts) == pytest.approx([0.8, 0.5, 0.666667], abs=1e-6)
     assert f1_macro(counts) == pytest.approx(0.655556, abs=1e-6)
     assert f1_weighted(counts) == pytest.approx(0.677778, abs=1e-6)
@@ -76,16 +75,17 @@ def test_metrics_f1_of_three_classes() -> None:
 
 
 def test_metrics_f1_weighted_is_by_part_and_then_the_mean() -> None:
-    pairs = [f1_weighted(part) for row in EVERYWHERE for part in row]
+    pairs = [f1_weighted(row.part(number)) for row in EVERYWHERE for number in range(3)]
     assert c_gen(EVERYWHERE, f1_weighted) == pytest.approx(np.mean(pairs))
-    assert c_gen(EVERYWHERE, f1_weighted) != pytest.approx(np.mean([f1_weighted(row.sum(0)) for row in EVERYWHERE]))
+    assert c_gen(EVERYWHERE, f1_weighted) != pytest.approx(np.mean([f1_weighted(row.total()) for row in EVERYWHERE]))
 
 
 def test_metrics_count_absent_and_never_answered_classes() -> None:
-    counts = confusion([0, 0, 1], [0, 0, 0], 4)  # class 1 is never answered, 2 and 3 are neither there nor answered
+    """Class 1 is never answered, 2 and 3 are neither there nor answered."""
+    counts = matrix([[2, 0, 0, 0], [1, 0, 0, 0], [0] * 4, [0] * 4])
     assert f1_by_class(counts).tolist() == pytest.approx([0.8, 0, 0, 0])
     assert f1_macro(counts) == pytest.approx(0.4)
-    answered_but_absent = confusion([0, 0], [0, 1], 3)
+    answered_but_absent = matrix([[1, 1, 0], [0] * 3, [0] * 3])
     assert f1_macro(answered_but_absent) == pytest.approx((2 / 3 + 0) / 2)
 
 
@@ -124,17 +124,17 @@ def test_cper_is_taken_per_round_and_then_the_median() -> None:
 
 
 def test_device_without_test_rows_is_counted_but_not_in_means() -> None:
-    with_empty = EVERYWHERE.copy()
-    with_empty[:, 2] = 0
+    nothing = Margins.of(matrix(np.zeros((2, 2))))
+    with_empty = [Margins.stack([row.part(0), row.part(1), nothing]) for row in EVERYWHERE]
     result = fleet_scores(with_empty)
     assert result.c_spec == pytest.approx((0.9 + 0.8) / 2)
     assert result.empty_parts == 1
 
 
 def test_device_that_is_always_wrong_counts_in_the_means() -> None:
-    all_wrong = EVERYWHERE.copy()
-    all_wrong[2, 2] = hits(0, 60)
-    assert fleet_scores(all_wrong).c_spec == pytest.approx((0.9 + 0.8 + 0.0) / 3)
+    last = EVERYWHERE[2]
+    all_wrong = Margins.stack([last.part(0), last.part(1), hits(0, 60)])
+    assert fleet_scores([*EVERYWHERE[:2], all_wrong]).c_spec == pytest.approx((0.9 + 0.8 + 0.0) / 3)
 
 
 # --- over devices
@@ -184,7 +184,7 @@ DOWN, UP = [5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5]
 @pytest.mark.parametrize(("k", "expected"), [(1, 0.0), (4, 0.0), (5, 0.5)])
 def test_top_k_accuracy_of_two_samples(k: int, expected: float) -> None:
     """Class 4 has four larger logits in the first row, class 0 has five in the second."""
-    counts = confusion([4, 0], top_k_predictions([DOWN, UP], [4, 0], k), 6)
+    counts = Confusion.of(np.array([4, 0]), top_k_predictions([DOWN, UP], [4, 0], k), 6)
     assert accuracy(counts) == expected
     if k == 1:
         assert top_k_predictions([DOWN, UP], [4, 0], k).tolist() == [0, 5], "classes that are wrong stay wrong"
@@ -239,8 +239,8 @@ def test_summary_of_unscored_rounds_is_absent() -> None:
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=40))
 def test_scores_are_0_to_1_and_1_only_if_every_answer_is_right(rows: list[tuple[int, int]]) -> None:
     labels, answers = zip(*rows, strict=True)
-    counts = confusion(labels, answers, 5)
-    assert counts.sum() == len(rows)
+    counts = Confusion.of(np.array(labels, int), np.array(answers, int), 5)
+    assert (counts.count, counts.correct) == (len(rows), sum(a == b for a, b in rows))
     for score in (accuracy, f1_weighted, f1_macro):
         assert 0 <= score(counts) <= 1 + 1e-12
         assert (score(counts) == pytest.approx(1)) == (labels == answers)
@@ -248,7 +248,7 @@ def test_scores_are_0_to_1_and_1_only_if_every_answer_is_right(rows: list[tuple[
 
 def test_accuracy_by_class_is_the_mean_over_models() -> None:
     """Recalls of 3 of 4 and 1 of 2, and of 1 of 4 and 2 of 2; the third class has no rows."""
-    one, other = np.array([[3, 1, 0], [0, 1, 1], [0, 0, 0]]), np.array([[1, 0, 3], [0, 2, 0], [0, 0, 0]])
+    one, other = matrix([[3, 1, 0], [0, 1, 1], [0, 0, 0]]), matrix([[1, 0, 3], [0, 2, 0], [0, 0, 0]])
     assert accuracy_by_class([one]) == [0.75, 0.5, None]
     assert accuracy_by_class([one, other]) == [0.5, 0.75, None]
     assert accuracy_by_class([]) is None

@@ -13,30 +13,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from support.confusions import dense, matrix
 
 from fleetdistill.errors import KnowledgeError
+from fleetdistill.training.figures import Confusion
 from fleetdistill.training.local_training import evaluate
 from fleetdistill_lab.simulation.fleet import simulate
 from fleetdistill_lab.simulation.report.comparison import bytes_by_round
-from fleetdistill_lab.simulation.report.metrics import accuracy, confusion, f1_macro, f1_weighted, fleet_scores
-from fleetdistill_lab.simulation.report.scores import fleet_figures, in_class_mix, late_figures
+from fleetdistill_lab.simulation.report.metrics import Margins, accuracy, f1_macro, f1_weighted, fleet_scores
+from fleetdistill_lab.simulation.report.scores import fleet_figures, late_figures, margins_in_mix
 from fleetdistill_lab.simulation.show import fedavg_lines, global_lines
 from fleetdistill_lab.simulation.spec.score_log import START, after_rounds, append_scores, read_scores
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.engine import engine
 from fleetdistill_server.store.records import Traffic
 
-SURE_OF_0 = np.array([[10, 0], [4, 1]])  # on a test part with 10 rows of class 0 and 5 of class 1
-SURE_OF_1 = np.array([[2, 8], [0, 5]])
+SURE_OF_0 = matrix([[10, 0], [4, 1]])  # on a test part with 10 rows of class 0 and 5 of class 1
+SURE_OF_1 = matrix([[2, 8], [0, 5]])
 SAMPLES = np.array([[30, 10], [0, 20]])  # device 0 has mostly class 0, device 1 class 1 only
 
 
 def test_a_part_weighs_classes_as_the_device_has_them() -> None:
     """Rates are 1 and .2; device 0 has 30 and 10 samples: 30 + 2 of 40 right."""
-    parts = in_class_mix(SURE_OF_0, SAMPLES)
-    assert parts.tolist() == [[[30, 0], [8, 2]], [[0, 0], [16, 4]]]
-    assert accuracy(parts[0]) == pytest.approx(32 / 40)
-    assert accuracy(parts[1]) == pytest.approx(4 / 20)
+    parts = margins_in_mix(SURE_OF_0, SAMPLES)  # [[30, 0], [8, 2]] and [[0, 0], [16, 4]]
+    assert parts.hits.tolist() == [[30, 2], [0, 4]]
+    assert parts.predicted.tolist() == [[38, 2], [16, 4]]
+    assert parts.rows.tolist() == SAMPLES.tolist()
+    assert accuracy(parts.part(0)) == pytest.approx(32 / 40)
+    assert accuracy(parts.part(1)) == pytest.approx(4 / 20)
 
 
 def test_figures_by_hand() -> None:
@@ -57,20 +61,28 @@ def test_figures_without_pair_matrices_equal_those_with_them(counts_kcc: Any, sa
         [[1], [2]]
     ]  # all models are scored on one test set, so the same classes have rows
     counts_kcc[2] = counts_kcc[2][:, ::-1]
-    pairs = [in_class_mix(counts_cc, samples_jc) for counts_cc in counts_kcc]
-    server = in_class_mix(counts_kcc[0], samples_jc)
-    figures: Any = fleet_figures(list(counts_kcc), samples_jc, counts_kcc[0])
+    pairs = [_in_class_mix(counts_cc, samples_jc) for counts_cc in counts_kcc]
+    models = [matrix(counts_cc) for counts_cc in counts_kcc]
+    figures: Any = fleet_figures(models, samples_jc, models[0])
     for name, score in {"accuracy": accuracy, "f1_weighted": f1_weighted, "f1_macro": f1_macro}.items():
-        expected = fleet_scores(pairs, server, score)
+        expected = fleet_scores(pairs, pairs[0], score)
         result = [figures[name][item] for item in ("global", "c_gen", "c_spec", "c_spec_samples", "c_per")]
         known = [np.nan if item is None else item for item in result]
         wanted = [expected.global_, expected.c_gen, expected.c_spec, expected.c_spec_samples, expected.c_per]
         assert known == pytest.approx(wanted, nan_ok=True)
 
 
+def _in_class_mix(counts_cc: Any, samples_jc: Any) -> Margins:
+    """The matrices `[J, C, C]` of the definition: the rates of each class times a device's samples of it."""
+    rows_c = counts_cc.sum(axis=1, keepdims=True)
+    rates_cc = np.divide(counts_cc, rows_c, out=np.zeros(counts_cc.shape), where=rows_c > 0)
+    mixed_jcc = samples_jc[:, :, None] * rates_cc
+    return Margins(np.diagonal(mixed_jcc, axis1=1, axis2=2), mixed_jcc.sum(axis=1), mixed_jcc.sum(axis=2))
+
+
 def binary(rows: int, correct: int) -> Any:
     """A model that is right on so many rows of class 0 and takes the others for class 1."""
-    return np.array([[correct, rows - correct], [0, 0]])
+    return matrix([[correct, rows - correct], [0, 0]])
 
 
 def test_figures_on_test_rows_of_their_own_by_hand() -> None:
@@ -95,8 +107,8 @@ def test_device_without_test_rows_counts_in_c_gen_only() -> None:
 
 def test_f1_on_own_rows_is_of_own_rows_and_of_the_union() -> None:
     """y = 000112, predicted 001122: weighted F1 0.677778, macro 0.655556."""
-    known = confusion([0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 2, 2], 3)
-    perfect = np.diag([3, 2, 1])
+    known = matrix([[2, 1, 0], [0, 1, 1], [0, 0, 1]])
+    perfect = matrix(np.diag([3, 2, 1]))
     figures = fleet_figures([known], np.ones((1, 3), np.int64), known, [perfect])
     weighted = {"global": 0.677778, "c_gen": 0.677778, "c_spec": 1.0, "c_spec_samples": 1.0, "c_per": 0.838889}
     assert figures["f1_weighted"] == pytest.approx(weighted, abs=1e-6)
@@ -113,8 +125,8 @@ def test_f1_by_hand() -> None:
 
 
 def test_a_class_without_test_rows_counts_for_nothing() -> None:
-    parts = in_class_mix(np.array([[4, 1], [0, 0]]), np.array([[10, 90]]))
-    assert accuracy(parts[0]) == pytest.approx(0.8)
+    parts = margins_in_mix(matrix([[4, 1], [0, 0]]), np.array([[10, 90]]))
+    assert accuracy(parts.part(0)) == pytest.approx(0.8)
 
 
 @given(
@@ -122,7 +134,7 @@ def test_a_class_without_test_rows_counts_for_nothing() -> None:
     samples=hnp.arrays(np.int64, (2, 3), elements=st.integers(0, 50)),
 )
 def test_every_figure_is_a_rate_or_absent(counts: Any, samples: Any) -> None:
-    by_score: Any = fleet_figures([counts, counts], samples, counts)
+    by_score: Any = fleet_figures([matrix(counts)] * 2, samples, matrix(counts))
     for figures in by_score.values():
         assert all(value is None or 0 <= value <= 1 + 1e-12 for value in figures.values())
         assert json.loads(json.dumps(figures, allow_nan=False)) == figures
@@ -130,22 +142,22 @@ def test_every_figure_is_a_rate_or_absent(counts: Any, samples: Any) -> None:
 
 def test_the_last_line_of_a_round_counts(tmp_path: Path) -> None:
     for number, counts in ((START, SURE_OF_0), (2, SURE_OF_0), (2, SURE_OF_1)):
-        append_scores(tmp_path / "scores.jsonl", "a", number, counts.tolist())
+        append_scores(tmp_path / "scores.jsonl", "a", number, counts)
     noted = read_scores(tmp_path / "scores.jsonl")[""]["a"]
-    assert {number: counts.tolist() for number, counts in noted.items()} == {
-        START: SURE_OF_0.tolist(),
-        2: SURE_OF_1.tolist(),
+    assert {number: dense(counts) for number, counts in noted.items()} == {
+        START: dense(SURE_OF_0),
+        2: dense(SURE_OF_1),
     }
 
 
 @given(rows=st.integers(0, 20), classes=st.integers(1, 300), seed=st.integers(0, 2**32 - 1))
 def test_a_line_of_a_score_log_grows_with_the_test_rows_only(rows: int, classes: int, seed: int) -> None:
     labels = np.random.default_rng(seed).integers(0, classes, (2, rows))
-    counts = confusion(labels[0], labels[1], classes)
+    counts = Confusion.of(labels[0], labels[1], classes)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "scores.jsonl"
         append_scores(file, "a", 1, counts)
-        assert np.array_equal(read_scores(file)[""]["a"][1], counts)
+        assert np.array_equal(read_scores(file)[""]["a"][1].cells, counts.cells)
         assert file.stat().st_size <= len('"device": "a", "variant": "", ') + 60 + len("[299, 299, 20], ") * rows
 
 
@@ -154,7 +166,7 @@ def test_own_rows_are_apart_in_a_score_log(tmp_path: Path) -> None:
     append_scores(file, "a", 1, SURE_OF_0)
     append_scores(file, "a", 1, SURE_OF_1, own=True)
     for own, counts in ((False, SURE_OF_0), (True, SURE_OF_1)):
-        assert read_scores(file, own=own)[""]["a"][1].tolist() == counts.tolist()
+        assert read_scores(file, own=own)[""]["a"][1].cells.tolist() == counts.cells.tolist()
 
 
 def test_device_not_taken_by_round_keeps_previous_model() -> None:
@@ -187,11 +199,11 @@ def test_medians_are_over_exactly_the_last_20_rounds(rounds: int) -> None:
 @pytest.mark.long
 def test_fleet_figures_take_memory_per_device_and_not_per_pair() -> None:
     devices, classes, random = 1000, 10, np.random.default_rng(0)
-    device_kcc = list(random.integers(1, 9, (devices, classes, classes)))
+    device_k = [matrix(counts_cc) for counts_cc in random.integers(1, 9, (devices, classes, classes))]
     samples_jc = random.integers(1, 9, (devices, classes))
     tracemalloc.start()
     try:
-        fleet_figures(device_kcc, samples_jc, None)
+        fleet_figures(device_k, samples_jc, None)
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

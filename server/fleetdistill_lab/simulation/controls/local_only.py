@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -24,7 +24,7 @@ from fleetdistill_lab.simulation.report.history import FleetHistory
 from fleetdistill_lab.simulation.spec.arrays import load_arrays
 from fleetdistill_lab.simulation.spec.compute import top_k_counts
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
-from fleetdistill_lab.simulation.spec.score_log import ALONE, START, append_scores
+from fleetdistill_lab.simulation.spec.score_log import ALONE, START, append_scores, confusion_of
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.run_config import RunConfig
 
@@ -168,7 +168,7 @@ def train_fleet_local_only(
         return [*part, *[True] * (rounds - len(part))][:rounds]
 
     def counts_of(spec: DeviceSpec) -> list[Counts | None]:
-        file = Path(f"{spec.state_dir}-alone.npz")
+        file = Path(f"{spec.state_dir}-alone.json")
         if file.exists():
             after_rounds(rounds)
             return _load_counts(file)
@@ -181,28 +181,20 @@ def train_fleet_local_only(
 
 def _save_counts(file: Path, counts: Sequence[Counts | None]) -> None:
     """Saves figures atomically, so that a killed process does not leave a partial file."""
-    new = file.with_suffix(".new.npz")
-    scored = [number for number, count in enumerate(counts) if count is not None]
-    known = [count for count in counts if count is not None]
-    np.savez(
-        new,
-        rounds=len(counts),
-        scored=scored,
-        correct=[count.correct for count in known],
-        count=[count.count for count in known],
-        loss_sum=[count.loss_sum for count in known],
-        confusion=np.array([count.confusion for count in known]),
-    )
+    new = file.with_suffix(".new")
+    rows = [
+        None if of is None else [of.correct, of.count, of.loss_sum, of.confusion.cells.tolist(), of.confusion.classes]
+        for of in counts
+    ]
+    new.write_text(json.dumps(rows))
     os.replace(new, file)
 
 
 def _load_counts(file: Path) -> list[Counts | None]:
-    with np.load(file) as kept:
-        columns = (kept["correct"].tolist(), kept["count"].tolist(), kept["loss_sum"].tolist(), kept["confusion"])
-        result: list[Counts | None] = [None] * int(kept["rounds"])
-        for number, row in zip(kept["scored"].tolist(), zip(*columns, strict=True), strict=True):
-            result[number] = Counts(*row)
-    return result
+    def counts_of(correct: int, count: int, loss_sum: float, cells: list[list[int]], classes: int) -> Counts:
+        return Counts(correct, count, loss_sum, confusion_of(cells, classes))
+
+    return [None if row is None else counts_of(*row) for row in json.loads(file.read_text())]
 
 
 def score_initial_models(initial: ModelParameters | None, specs: list[DeviceSpec]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from bisect import bisect_left
 from collections import defaultdict
@@ -14,6 +15,7 @@ import numpy as np
 from typing_extensions import TypedDict
 
 from fleetdistill.knowledge import DELIVER, GENERAL
+from fleetdistill.training.figures import Confusion
 from fleetdistill_lab.simulation.report.history import FleetHistory
 from fleetdistill_lab.simulation.report.metrics import (
     CurveSummary,
@@ -25,7 +27,7 @@ from fleetdistill_lab.simulation.report.metrics import (
     rounds_to,
     summarize,
 )
-from fleetdistill_lab.simulation.report.scores import in_class_mix
+from fleetdistill_lab.simulation.report.scores import margins_in_mix
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.spec.score_log import read_steps
 from fleetdistill_server.store.records import Traffic, Upload
@@ -172,7 +174,7 @@ class Candidate:
 
     Attributes:
         name: As in `ComparisonRow`.
-        counts_kr: For each device, its model's confusion matrices `[C, C]` after each completed round; None before it
+        counts_kr: For each device, its model's confusion matrices after each completed round; None before it
             had the variant. For a global model, a single entry.
         samples_jc: `[J, C]`, number of device j's training samples of each class.
         cost: Cost of the run.
@@ -184,25 +186,25 @@ class Candidate:
     """
 
     name: str
-    counts_kr: Sequence[Sequence[Ints | None]]
+    counts_kr: Sequence[Sequence[Confusion | None]]
     samples_jc: Ints
     cost: Cost
     is_global: bool = False
     took_part: Sequence[bool] = ()
-    top_k: Sequence[Ints | None] = ()
-    own_k: Sequence[Ints | None] | None = None
+    top_k: Sequence[Confusion | None] = ()
+    own_k: Sequence[Confusion | None] | None = None
 
     def row(self) -> ComparisonRow:
         """Returns the row of the comparison table."""
         last = [item[-1] for item in self.counts_kr] * (len(self.samples_jc) if self.is_global else 1)
         scored = [(one, own) for one, own in zip(last, self.samples_jc, strict=True) if one is not None]
         own_parts = (
-            [in_class_mix(counts, own[None])[0] for counts, own in scored]
+            [margins_in_mix(counts, own[None]).part(0) for counts, own in scored]
             if self.own_k is None
             else [counts for counts in self.own_k if counts is not None]
         )
         rates = [accuracy(counts) for counts, _ in scored]
-        own_rates = [accuracy(part) for part in own_parts if part.any()]
+        own_rates = [rate for part in own_parts if not math.isnan(rate := accuracy(part))]
         took_part = self.took_part or [True] * len(last)
         return ComparisonRow(
             name=self.name,
@@ -240,9 +242,9 @@ def candidates(
     """
     name = NAMES.get(method, method)
     of_devices = f"{name} devices" if method == "fedavg" else name
-    missing: list[Ints | None] = [None] * len(history.server)
+    missing: list[Confusion | None] = [None] * len(history.server)
 
-    def all_variants(one: FleetHistory) -> dict[str, list[Sequence[Ints | None]]]:
+    def all_variants(one: FleetHistory) -> dict[str, list[Sequence[Confusion | None]]]:
         variants = {f"{name} {GENERAL}" if history.further else of_devices: list(one.devices.values())}
         for variant, of in one.further.items():
             variants[f"{name} {variant}"] = [of.get(device, missing) for device in one.devices]
@@ -251,7 +253,7 @@ def candidates(
     top = {} if top_k is None else {named: [of[-1] for of in kr] for named, kr in all_variants(top_k).items()}
     took_part = [any(history.took_part[device]) for device in history.devices]
     own = history.own
-    own_k: list[list[Ints | None] | None] = [history.last_own()]
+    own_k: list[list[Confusion | None] | None] = [history.last_own()]
     for variant in history.further:
         own_k.append(None if own is None else [own.last_further(variant, device) for device in own.devices])
     result = [
@@ -269,15 +271,15 @@ def candidates(
 def _has_separate_global_model(history: FleetHistory) -> bool:
     last = history.server[-1]
     scored = [counts for counts in history.last() if counts is not None]
-    return last is not None and not (scored and all(np.array_equal(counts, last) for counts in scored))
+    return last is not None and not (scored and all(np.array_equal(counts.cells, last.cells) for counts in scored))
 
 
 def local_only(
-    counts_kr: Sequence[Sequence[Ints | None]],
+    counts_kr: Sequence[Sequence[Confusion | None]],
     samples_jc: Ints,
     took_part: Sequence[bool] = (),
-    top_k: Sequence[Ints | None] = (),
-    own_k: Sequence[Ints | None] | None = None,
+    top_k: Sequence[Confusion | None] = (),
+    own_k: Sequence[Confusion | None] | None = None,
 ) -> Candidate:
     """Returns the candidate of the local-only control; arguments as in `Candidate`."""
     return Candidate(ALONE, counts_kr, samples_jc, Cost([], 0.0), took_part=took_part, top_k=top_k, own_k=own_k)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from fleetdistill.training.figures import Confusion
 from fleetdistill.training.model import parameter_count
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_lab.simulation.report.history import FleetHistory
 from fleetdistill_lab.simulation.report.metrics import Ints, accuracy, accuracy_or_none
 from fleetdistill_lab.simulation.report.outcome import Outcome
 from fleetdistill_lab.simulation.report.results import DeviceReport, VariantRates
-from fleetdistill_lab.simulation.report.scores import in_class_mix
+from fleetdistill_lab.simulation.report.scores import margins_in_mix
 from fleetdistill_lab.simulation.spec.arrays import split_slice
 from fleetdistill_lab.simulation.spec.device import DeviceSpec, build_device_model
 from fleetdistill_server.views.expected import Expected
@@ -45,11 +46,11 @@ def device_report(
         estimates: Leave-one-out estimates of the devices that have them, by id.
     """
     name, history, own = spec.name, done.history, done.history.own
-    trained_cc, fleet_cc = last_matrices(history, name)
-    own_trained_cc, own_fleet_cc = (None, None) if own is None else last_matrices(own, name)
-    top_trained_cc, top_fleet_cc = (None, None) if done.top_k is None else last_matrices(done.top_k, name)
+    trained, fleet = last_matrices(history, name)
+    own_trained, own_fleet = (None, None) if own is None else last_matrices(own, name)
+    top_trained, top_fleet = (None, None) if done.top_k is None else last_matrices(done.top_k, name)
     alone = done.controls.alone.get(spec.name)
-    alone_cc = alone[-1].confusion if alone and alone[-1] is not None else None
+    last_alone = alone[-1].confusion if alone and alone[-1] is not None else None
     exported = done.exports.get(spec.name)
     return DeviceReport(
         name=spec.name,
@@ -57,15 +58,15 @@ def device_report(
         parameters=parameters,
         samples=spec.rows,
         own_test_rows=None if history.own is None else _rows_of(spec.own_test_file),
-        accuracy_alone=accuracy_or_none(alone_cc),
-        accuracy_fleet=accuracy_or_none(fleet_cc),
-        own_accuracy_alone=_own(history, alone_cc, samples_1c, own.alone.get(name) if own else None),
-        own_accuracy_fleet=_own(history, fleet_cc, samples_1c, own_fleet_cc),
-        accuracy_trained=accuracy_or_none(trained_cc),
-        own_accuracy_trained=_own(history, trained_cc, samples_1c, own_trained_cc),
+        accuracy_alone=accuracy_or_none(last_alone),
+        accuracy_fleet=accuracy_or_none(fleet),
+        own_accuracy_alone=_own(history, last_alone, samples_1c, own.alone.get(name) if own else None),
+        own_accuracy_fleet=_own(history, fleet, samples_1c, own_fleet),
+        accuracy_trained=accuracy_or_none(trained),
+        own_accuracy_trained=_own(history, trained, samples_1c, own_trained),
         top_k_alone=accuracy_or_none(done.top_k_alone.get(spec.name)) if alone else None,
-        top_k_fleet=accuracy_or_none(top_fleet_cc),
-        top_k_trained=accuracy_or_none(top_trained_cc),
+        top_k_fleet=accuracy_or_none(top_fleet),
+        top_k_trained=accuracy_or_none(top_trained),
         **traffic._asdict(),
         onnx_file=exported.file if exported else None,
         onnx_max_difference=exported.max_difference if exported else None,
@@ -77,12 +78,12 @@ def device_report(
     )
 
 
-def last_matrices(history: FleetHistory, device: str) -> tuple[Ints | None, Ints | None]:
+def last_matrices(history: FleetHistory, device: str) -> tuple[Confusion | None, Confusion | None]:
     """Returns the confusion matrices of a device's model after its last training, and of the model of its app."""
-    trained_cc, fleet_cc = history.devices[device][-1], history.delivered.get(device)
-    if fleet_cc is None:  # before the end, or it is the model of the last training
-        fleet_cc = history.products[device][-1] if history.products else trained_cc
-    return trained_cc, fleet_cc
+    trained, fleet = history.devices[device][-1], history.delivered.get(device)
+    if fleet is None:  # before the end, or it is the model of the last training
+        fleet = history.products[device][-1] if history.products else trained
+    return trained, fleet
 
 
 def _rows_of(file: str) -> int:
@@ -108,25 +109,27 @@ def _further(history: FleetHistory, device: str, samples_1c: Ints) -> dict[str, 
     """Returns the figures of a device's further variants."""
     result: dict[str, VariantRates] = {}
     for variant, of in history.further.items():
-        counts_cc = of[device][-1] if device in of else None
-        if counts_cc is not None:
-            own_cc = history.own.last_further(variant, device) if history.own else None
-            own = _own(history, counts_cc, samples_1c, own_cc)
-            result[variant] = {"accuracy": accuracy(counts_cc), "own_accuracy": own}
+        counts = of[device][-1] if device in of else None
+        if counts is not None:
+            own = history.own.last_further(variant, device) if history.own else None
+            result[variant] = {
+                "accuracy": accuracy(counts),
+                "own_accuracy": _own(history, counts, samples_1c, own),
+            }
     return result
 
 
-def _own(history: FleetHistory, counts_cc: Ints | None, samples_1c: Ints, own_cc: Ints | None) -> float | None:
+def _own(history: FleetHistory, counts: Confusion | None, samples_1c: Ints, own: Confusion | None) -> float | None:
     """Returns a model's accuracy on the device's own test rows, or without such rows with classes weighted by samples.
 
     Args:
         history: History of the run.
-        counts_cc: The model's matrix on the test set; None if it was not scored.
+        counts: The model's matrix on the test set; None if it was not scored.
         samples_1c: As in `device_report`.
-        own_cc: The model's matrix on the device's own test rows; None without such rows.
+        own: The model's matrix on the device's own test rows; None without such rows.
     """
-    if counts_cc is None:
+    if counts is None:
         return None
     if history.own is not None:
-        return accuracy_or_none(own_cc)
-    return accuracy(in_class_mix(counts_cc, samples_1c)[0])
+        return accuracy_or_none(own)
+    return accuracy(margins_in_mix(counts, samples_1c).part(0))

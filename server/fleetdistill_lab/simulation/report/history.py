@@ -9,9 +9,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from fleetdistill.methods import config_class, device_class
+from fleetdistill.training.figures import Confusion
 from fleetdistill_lab.simulation.report.metrics import Ints
 from fleetdistill_lab.simulation.report.scores import Figures, round_figures
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
@@ -22,6 +21,7 @@ from fleetdistill_lab.simulation.spec.score_log import (
     PRODUCT,
     START,
     after_rounds,
+    confusion_of,
     read_scores,
 )
 from fleetdistill_server.store.states import RoundStatus
@@ -30,7 +30,7 @@ from fleetdistill_server.store.store import Store
 
 @dataclass(frozen=True)
 class FleetHistory:
-    """Confusion matrices `[C, C]` on the test set after each completed round; None where nothing was scored.
+    """Confusion matrices on the test set after each completed round; None where nothing was scored.
 
     Attributes:
         devices: For each device, the matrices of its model after local training. If the method distributes only a
@@ -45,12 +45,12 @@ class FleetHistory:
         own: The matrices on each device's own test rows; None for a fleet without such rows.
     """
 
-    devices: Mapping[str, Sequence[Ints | None]]
+    devices: Mapping[str, Sequence[Confusion | None]]
     took_part: Mapping[str, Sequence[bool]]
-    server: Sequence[Ints | None]
-    further: Mapping[str, Mapping[str, Sequence[Ints | None]]] = field(default_factory=dict)
-    products: Mapping[str, Sequence[Ints | None]] = field(default_factory=dict)
-    delivered: Mapping[str, Ints] = field(default_factory=dict)
+    server: Sequence[Confusion | None]
+    further: Mapping[str, Mapping[str, Sequence[Confusion | None]]] = field(default_factory=dict)
+    products: Mapping[str, Sequence[Confusion | None]] = field(default_factory=dict)
+    delivered: Mapping[str, Confusion] = field(default_factory=dict)
     own: OwnHistory | None = None
 
     def figures(self, samples_jc: Ints) -> list[Figures]:
@@ -58,13 +58,13 @@ class FleetHistory:
         rounds = zip(*self.devices.values(), strict=True)
         own = itertools.repeat(None) if self.own is None else zip(*self.own.devices.values(), strict=True)
         of_rounds = zip(rounds, self.server, own, strict=False)
-        return [round_figures(kcc, samples_jc, server, own_kcc) for kcc, server, own_kcc in of_rounds]
+        return [round_figures(device_k, samples_jc, server, own_k) for device_k, server, own_k in of_rounds]
 
-    def last(self) -> list[Ints | None]:
+    def last(self) -> list[Confusion | None]:
         """Returns the devices' confusion matrices after the last round."""
         return [counts[-1] for counts in self.devices.values()]
 
-    def last_own(self) -> list[Ints | None] | None:
+    def last_own(self) -> list[Confusion | None] | None:
         """Returns those on the devices' own test rows; None for a fleet without such rows."""
         return None if self.own is None else self.own.last()
 
@@ -80,10 +80,10 @@ class OwnHistory(FleetHistory):
         alone: For each device, the matrix of local-only training at the end; empty without this control.
     """
 
-    of_global: Mapping[str, Ints] = field(default_factory=dict)
-    alone: Mapping[str, Ints] = field(default_factory=dict)
+    of_global: Mapping[str, Confusion] = field(default_factory=dict)
+    alone: Mapping[str, Confusion] = field(default_factory=dict)
 
-    def last_further(self, variant: str, device: str) -> Ints | None:
+    def last_further(self, variant: str, device: str) -> Confusion | None:
         """Returns the matrix of a device's further variant after the last round; None if it was not scored."""
         of = self.further.get(variant, {})
         return of[device][-1] if device in of else None
@@ -94,7 +94,7 @@ def read_top_k(store: Store, run: str, specs: Sequence[DeviceSpec]) -> FleetHist
     return None if specs[0].top_k is None else read_history(store, run, specs, top_k=True)
 
 
-def read_top_k_alone(specs: Sequence[DeviceSpec]) -> dict[str, Ints]:
+def read_top_k_alone(specs: Sequence[DeviceSpec]) -> dict[str, Confusion]:
     """Returns the confusion matrices of the top-k scores of local-only training, by device."""
     return {name: of[max(of)] for name, of in read_scores(specs[0].top_k_file).get(ALONE, {}).items()}
 
@@ -130,7 +130,8 @@ def _read(store: Store, run: str, specs: Sequence[DeviceSpec], *, own: bool, top
     noted = {spec.name: _with_receipt(scores[""][spec.name], trained[spec.name]) for spec in specs}
     figures = [item.figures for item in closed]
     server = [
-        np.array(figure["global_confusion"], np.int64) if "global_confusion" in figure else None for figure in figures
+        confusion_of(figure["global_confusion"], specs[0].classes) if "global_confusion" in figure else None
+        for figure in figures
     ]
     if top_k:
         of_global = scores.get(GLOBAL, {}).get("", {})
@@ -165,7 +166,9 @@ def _read(store: Store, run: str, specs: Sequence[DeviceSpec], *, own: bool, top
     }
 
 
-def _in_scored(by_device: Mapping[str, Sequence[Ints | None]], scored: Sequence[bool]) -> dict[str, list[Ints | None]]:
+def _in_scored(
+    by_device: Mapping[str, Sequence[Confusion | None]], scored: Sequence[bool]
+) -> dict[str, list[Confusion | None]]:
     """Returns the matrices of rounds in which device models are scored, and None for the others."""
     return {
         name: [counts if due else None for counts, due in zip(of, scored, strict=True)]
@@ -179,7 +182,9 @@ def shares_global_model(method: str, specs: Sequence[DeviceSpec]) -> bool:
 
 
 def _add_delivered(
-    noted: Mapping[str, dict[int, Ints]], delivered: Mapping[str, Ints], trained: Mapping[str, AbstractSet[int]]
+    noted: Mapping[str, dict[int, Confusion]],
+    delivered: Mapping[str, Confusion],
+    trained: Mapping[str, AbstractSet[int]],
 ) -> None:
     """Adds the scores at the end of devices whose last training was not scored; they keep the model that they train."""
     for name, counts in delivered.items():
@@ -188,8 +193,8 @@ def _add_delivered(
 
 
 def _products(
-    found: Mapping[str, Mapping[int, Ints]], noted: Mapping[str, Mapping[int, Ints]], rounds: Sequence[int]
-) -> dict[str, list[Ints | None]]:
+    found: Mapping[str, Mapping[int, Confusion]], noted: Mapping[str, Mapping[int, Confusion]], rounds: Sequence[int]
+) -> dict[str, list[Confusion | None]]:
     """Returns the scores of the fleet's model; a model received in a round counts for the last completed round."""
     if not found:
         return {}
@@ -215,10 +220,10 @@ def _metrics_steps(config: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _further(
-    scores: Mapping[str, Mapping[int, Ints]], trained: Mapping[str, AbstractSet[int]], rounds: Sequence[int]
-) -> dict[str, list[Ints | None]]:
+    scores: Mapping[str, Mapping[int, Confusion]], trained: Mapping[str, AbstractSet[int]], rounds: Sequence[int]
+) -> dict[str, list[Confusion | None]]:
     """Returns the devices' scores of a further variant in rounds that have a receipt."""
-    result: dict[str, list[Ints | None]] = {}
+    result: dict[str, list[Confusion | None]] = {}
     for device, of in scores.items():
         noted = _with_receipt(of, trained[device])
         if noted:
@@ -226,5 +231,5 @@ def _further(
     return result
 
 
-def _with_receipt(noted: Mapping[int, Ints], rounds: AbstractSet[int]) -> dict[int, Ints]:
+def _with_receipt(noted: Mapping[int, Confusion], rounds: AbstractSet[int]) -> dict[int, Confusion]:
     return {number: counts for number, counts in noted.items() if number == START or number in rounds}

@@ -1,7 +1,7 @@
 """Computes a fleet's metrics from confusion matrices, accuracies of devices and curves; all functions are pure.
 
-A confusion matrix `[C, C]` counts true classes in rows and predictions in columns. Suffixes name axes: `k` device
-models, `j` test sets (set j belongs to device j), `cc` a confusion matrix. T is the union of all test sets.
+Suffixes name axes: `k` device models, `j` test sets (set j belongs to device j), `c` classes. T is the union of all
+test sets.
 """
 
 from __future__ import annotations
@@ -9,16 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fleetdistill.errors import ConfigurationError
+from fleetdistill.training.figures import Confusion
 
 Ints = npt.NDArray[np.int64]
-Cells = Ints | npt.NDArray[np.float64]
-"""Cells of a confusion matrix: counts or weights."""
 Floats = npt.NDArray[np.float64]
 
 
@@ -32,17 +30,21 @@ class Margins:
         rows: `[..., C]`, rows of each class.
     """
 
-    hits: Cells
-    predicted: Cells
-    rows: Cells
+    hits: Ints | Floats
+    predicted: Ints | Floats
+    rows: Ints | Floats
 
     @classmethod
-    def of(cls, counts: Cells | Margins) -> Margins:
-        """Returns the margins of confusion matrices `[..., C, C]`."""
-        if isinstance(counts, Margins):
-            return counts
-        hits: Any = np.diagonal(counts, axis1=-2, axis2=-1)
-        return cls(hits, counts.sum(-2), counts.sum(-1))
+    def of(cls, counts: Confusion | Margins) -> Margins:
+        """Returns the margins of a confusion matrix."""
+        return counts if isinstance(counts, Margins) else cls(counts.hits, counts.predicted, counts.rows)
+
+    @classmethod
+    def stack(cls, parts: Sequence[Confusion | Margins]) -> Margins:
+        """Returns the margins `[parts, C]` of several matrices."""
+        of = [cls.of(part) for part in parts]
+        hits, predicted, rows = zip(*((part.hits, part.predicted, part.rows) for part in of), strict=True)
+        return cls(np.stack(hits), np.stack(predicted), np.stack(rows))
 
     def part(self, number: int) -> Margins:
         """Returns the margins of one of several matrices, copied: a view would keep those of all matrices in memory."""
@@ -53,65 +55,53 @@ class Margins:
         return Margins(self.hits.sum(0), self.predicted.sum(0), self.rows.sum(0))
 
 
-Score = Callable[[Cells | Margins], float]
-"""Maps a confusion matrix [C, C] to a rate in [0, 1]; NaN if the matrix is empty."""
+Score = Callable[[Confusion | Margins], float]
+"""Maps a confusion matrix to a rate in [0, 1]; NaN if the matrix is empty."""
 
 
-def confusion(labels: npt.ArrayLike, predictions: npt.ArrayLike, classes: int) -> Ints:
-    """Returns the confusion matrix `[C, C]` of a model's predictions.
-
-    Args:
-        labels: `[rows]` true classes, integers in `[0, C)`.
-        predictions: `[rows]` predicted classes, integers in `[0, C)`.
-        classes: C.
-    """
-    pairs = np.asarray(labels, np.int64) * classes + np.asarray(predictions, np.int64)
-    return np.bincount(pairs, minlength=classes**2).reshape(classes, classes).astype(np.int64)
-
-
-def accuracy(counts_cc: Cells | Margins) -> float:
+def accuracy(counts: Confusion | Margins) -> float:
     """Returns the fraction of rows that are predicted correctly; NaN without rows."""
-    if isinstance(counts_cc, np.ndarray) and counts_cc.dtype.kind == "i":  # a report has hundreds of thousands
-        rows = int(counts_cc.sum())
-        return int(counts_cc.trace()) / rows if rows else math.nan
-    return float(_accuracies(Margins.of(counts_cc)))
+    if isinstance(counts, Confusion):  # a report has hundreds of thousands
+        rows = counts.count
+        return counts.correct / rows if rows else math.nan
+    return float(_accuracies(counts))
 
 
-def accuracy_or_none(counts_cc: Ints | None) -> float | None:
+def accuracy_or_none(counts: Confusion | None) -> float | None:
     """Returns the accuracy of a confusion matrix; None if there is no matrix."""
-    return None if counts_cc is None else accuracy(counts_cc)
+    return None if counts is None else accuracy(counts)
 
 
-def accuracy_by_class(counts_kcc: Sequence[Cells]) -> list[float | None] | None:
+def accuracy_by_class(counts_k: Sequence[Confusion]) -> list[float | None] | None:
     """Returns the mean accuracy of several models on each class.
 
     Args:
-        counts_kcc: A confusion matrix of each model.
+        counts_k: A confusion matrix of each model.
 
     Returns:
         The mean for each class, None for a class without rows; None without models.
     """
-    if not counts_kcc:
+    if not counts_k:
         return None
-    of = [Margins.of(counts_cc) for counts_cc in counts_kcc]
+    of = [Margins.of(counts) for counts in counts_k]
     means_c = np.mean([_divide(one.hits, one.rows, np.nan) for one in of], axis=0)
     return [None if math.isnan(mean) else mean for mean in means_c.tolist()]
 
 
-def f1_by_class(counts_cc: Cells | Margins) -> Floats:
+def f1_by_class(counts: Confusion | Margins) -> Floats:
     """Returns F1 = 2 TP / (2 TP + FP + FN) of each class `[..., C]`; 0 for classes where this is 0 / 0."""
-    result = Margins.of(counts_cc)
+    result = Margins.of(counts)
     return _divide(2 * result.hits, result.predicted + result.rows, 0.0)
 
 
-def f1_weighted(counts_cc: Cells | Margins) -> float:
+def f1_weighted(counts: Confusion | Margins) -> float:
     """Returns the mean F1 of the classes, weighted by their numbers of samples, as CDKT-FL's code reports it."""
-    return float(_weighted_f1(Margins.of(counts_cc)))
+    return float(_weighted_f1(Margins.of(counts)))
 
 
-def f1_macro(counts_cc: Cells | Margins) -> float:
+def f1_macro(counts: Confusion | Margins) -> float:
     """Returns the mean F1 over the classes that are present or predicted."""
-    return float(_macro_f1(Margins.of(counts_cc)))
+    return float(_macro_f1(Margins.of(counts)))
 
 
 def _accuracies(of: Margins) -> Floats:
@@ -126,7 +116,7 @@ def _macro_f1(of: Margins) -> Floats:
     return _divide(f1_by_class(of).sum(-1), ((of.predicted + of.rows) > 0).sum(-1), np.nan)
 
 
-def _divide(numbers: Cells, by: Cells, otherwise: float) -> Floats:
+def _divide(numbers: Ints | Floats, by: Ints | Floats, otherwise: float) -> Floats:
     """Returns the quotients, or `otherwise` where the divisor is 0."""
     filled = np.full(np.shape(numbers), otherwise)
     return np.asarray(np.divide(numbers, by, out=filled, where=np.asarray(by) > 0), np.float64)
@@ -140,20 +130,19 @@ _BY_PART: Mapping[Score, Callable[[Margins], Floats]] = {
 """For each score, the function that computes it for several matrices together, `[J]`."""
 
 
-def mean_over_parts(counts_jcc: Cells | Margins, score: Score = accuracy) -> float:
-    """Returns the unweighted mean of a score over test sets `[J, C, C]`; empty test sets are left out."""
-    result = Margins.of(counts_jcc)
-    scores = _BY_PART[score](result)[result.rows.sum(-1) > 0]
+def mean_over_parts(counts_j: Margins, score: Score = accuracy) -> float:
+    """Returns the unweighted mean of a score over test sets `[J, C]`; empty test sets are left out."""
+    scores = _BY_PART[score](counts_j)[counts_j.rows.sum(-1) > 0]
     return float(np.mean(scores)) if len(scores) else float("nan")
 
 
-def c_spec(own_kcc: Cells | Margins, score: Score = accuracy, average: str = "devices") -> float:
+def c_spec(own_k: Margins, score: Score = accuracy, average: str = "devices") -> float:
     """Returns C-Spec, the score of each device model on the device's own test set.
 
     With `devices` and accuracy, this equals FedD2S's average UA.
 
     Args:
-        own_kcc: `[K, C, C]`, device model k on test set k.
+        own_k: `[K, C]`, device model k on test set k.
         score: The score.
         average: `devices` for the unweighted mean over devices, or `samples` for the score of all rows together.
 
@@ -162,24 +151,22 @@ def c_spec(own_kcc: Cells | Margins, score: Score = accuracy, average: str = "de
     """
     if average not in ("devices", "samples"):
         raise ConfigurationError(f"unknown average {average!r}, expected devices or samples")
-    own = Margins.of(own_kcc)
-    return mean_over_parts(own, score) if average == "devices" else score(own.total())
+    return mean_over_parts(own_k, score) if average == "devices" else score(own_k.total())
 
 
-def c_gen(counts_kjcc: Iterable[Cells | Margins], score: Score = accuracy) -> float:
+def c_gen(counts_kj: Iterable[Margins], score: Score = accuracy) -> float:
     """Returns C-Gen, the mean score of the device models on all devices' test data.
 
     Accuracy is computed on T; any other score is the mean over all pairs of a model and a test set.
 
     Args:
-        counts_kjcc: For each device model, its matrices `[J, C, C]` on all test sets. The same sets are empty for all.
+        counts_kj: For each device model, its margins `[J, C]` on all test sets. The same sets are empty for all.
         score: The score.
     """
-    models = (Margins.of(item) for item in counts_kjcc)
     if score is accuracy:
-        scores = [accuracy(model.total()) for model in models]
+        scores = [accuracy(model.total()) for model in counts_kj]
     else:
-        scores = [mean_over_parts(model, score) for model in models]
+        scores = [mean_over_parts(model, score) for model in counts_kj]
     known = [score for score in scores if not np.isnan(score)]
     return float(np.mean(known)) if known else float("nan")
 
@@ -211,16 +198,16 @@ class FleetScores:
 
 
 def fleet_scores(
-    counts_kjcc: Sequence[Cells | Margins] | Cells,
-    server_jcc: Cells | Margins | None = None,
+    counts_kj: Sequence[Margins],
+    server_j: Margins | None = None,
     score: Score = accuracy,
     average: str = "devices",
 ) -> FleetScores:
     """Returns Global, C-Gen, C-Spec and C-Per of one round.
 
     Args:
-        counts_kjcc: For each device model, its matrices `[K, C, C]` on all test sets.
-        server_jcc: `[K, C, C]`, the global model on test set j; None if there is no global model.
+        counts_kj: For each device model, its margins `[K, C]` on all test sets.
+        server_j: `[K, C]`, the global model on test set j; None if there is no global model.
         score: `accuracy`, `f1_weighted` or `f1_macro`. The global model's accuracy is computed on T, its F1 as the
             mean over test sets.
         average: Averaging of C-Spec, `devices` or `samples`.
@@ -228,10 +215,10 @@ def fleet_scores(
     Raises:
         ConfigurationError: `average` is unknown.
     """
-    own = _join([Margins.of(one).part(number) for number, one in enumerate(counts_kjcc)])
-    generic, specific = c_gen(counts_kjcc, score), c_spec(own, score, average)
+    own = Margins.stack([one.part(number) for number, one in enumerate(counts_kj)])
+    generic, specific = c_gen(counts_kj, score), c_spec(own, score, average)
     nothing = np.zeros_like(own.hits)
-    server = Margins(nothing, nothing, nothing) if server_jcc is None else Margins.of(server_jcc)
+    server = Margins(nothing, nothing, nothing) if server_j is None else server_j
     return FleetScores(
         global_=global_score(server, score),
         c_gen=generic,
@@ -242,14 +229,9 @@ def fleet_scores(
     )
 
 
-def global_score(server_jcc: Cells | Margins, score: Score = accuracy) -> float:
-    """Returns the score of the global model `[J, C, C]`: accuracy on T, any other score as the mean over test sets."""
-    return accuracy(Margins.of(server_jcc).total()) if score is accuracy else mean_over_parts(server_jcc, score)
-
-
-def _join(parts: Sequence[Margins]) -> Margins:
-    hits, predicted, rows = zip(*((part.hits, part.predicted, part.rows) for part in parts), strict=True)
-    return Margins(np.stack(hits), np.stack(predicted), np.stack(rows))
+def global_score(server_j: Margins, score: Score = accuracy) -> float:
+    """Returns the score of the global model `[J, C]`: accuracy on T, any other score as the mean over test sets."""
+    return accuracy(server_j.total()) if score is accuracy else mean_over_parts(server_j, score)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleetdistill.training.figures import Counts
+from fleetdistill.training.figures import Confusion, Counts
 from fleetdistill_lab.simulation.data.datasets import Dataset
 from fleetdistill_lab.simulation.data.split import Partition
 from fleetdistill_lab.simulation.report.comparison import Cost
 from fleetdistill_lab.simulation.report.history import FleetHistory
-from fleetdistill_lab.simulation.report.metrics import Ints
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.run_config import RunConfig
@@ -98,7 +97,7 @@ class Outcome:
     controls: Controls
     seconds: float
     top_k: FleetHistory | None = None
-    top_k_alone: Mapping[str, Ints] = field(default_factory=dict)
+    top_k_alone: Mapping[str, Confusion] = field(default_factory=dict)
     exports: Mapping[str, ExportedModel] = field(default_factory=dict)
     finished: bool = True
 

@@ -15,7 +15,7 @@ from typing import Any
 from fleetdistill.methods import config_class
 from fleetdistill.methods.classstats_private.merge import much_noise, other_dimensions, strength
 from fleetdistill.methods.local import LocalTraining
-from fleetdistill.training.figures import Counts
+from fleetdistill.training.figures import Confusion, Counts
 from fleetdistill_lab.simulation.report.comparison import (
     NAMES,
     Candidate,
@@ -226,7 +226,7 @@ def _rate_of(counts: Counts | None) -> float | None:
 
 
 def _accuracies_by_round(history: FleetHistory, alone: Mapping[str, Sequence[Counts | None]]) -> dict[str, Any]:
-    def of(counts: Mapping[str, Sequence[Ints | None]]) -> dict[str, list[float | None]]:
+    def of(counts: Mapping[str, Sequence[Confusion | None]]) -> dict[str, list[float | None]]:
         shared = {id(by_round): by_round for by_round in counts.values()}  # all devices may have one model
         rates = {key: [accuracy_or_none(item) for item in by_round] for key, by_round in shared.items()}
         return {device: rates[id(by_round)] for device, by_round in counts.items()}
@@ -397,7 +397,7 @@ def _alone_row(done: Outcome, samples_jc: Ints, left_out: AbstractSet[str]) -> l
     return [local_only(counts_kr, samples_jc, took_part, top_k, own_k).row()] if alone else []
 
 
-def _alone_on_own(own: OwnHistory, alone: Collection[str], left_out: AbstractSet[str]) -> list[Ints | None]:
+def _alone_on_own(own: OwnHistory, alone: Collection[str], left_out: AbstractSet[str]) -> list[Confusion | None]:
     """Returns the matrices of local-only training on the devices' own test rows."""
     return [own.alone.get(name) if name in alone and name not in left_out else None for name in own.devices]
 

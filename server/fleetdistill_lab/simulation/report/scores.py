@@ -15,10 +15,9 @@ from typing import overload
 import numpy as np
 from typing_extensions import TypedDict  # pydantic reads those of typing from Python 3.12 only
 
+from fleetdistill.training.figures import Confusion
 from fleetdistill_lab.simulation.report.metrics import (
-    Cells,
     CurveSummary,
-    Floats,
     Ints,
     Margins,
     Score,
@@ -84,50 +83,30 @@ class LateFigures(TypedDict):
     ua_mean: float | None
 
 
-def in_class_mix(counts_cc: Ints, samples_jc: Ints) -> Cells:
-    """Returns one model's confusion matrix on every device's own test set.
-
-    Args:
-        counts_cc: `[C, C]`, the model's confusion matrix on the global test set.
-        samples_jc: `[J, C]`, number of device j's training samples of each class.
-
-    Returns:
-        `[J, C, C]` float64; matrix j sums to the number of device j's samples of classes in the global test set.
-    """
-    return np.asarray(samples_jc[:, :, None] * _rates(counts_cc), dtype=np.float64)
-
-
-def _rates(counts_cc: Ints) -> Floats:
-    """Returns for each true class the fraction of each prediction, `[C, C]`; zeros for a class without rows."""
-    rows_c = counts_cc.sum(axis=1, keepdims=True)
-    rates_cc: Floats = np.divide(counts_cc, rows_c, out=np.zeros(counts_cc.shape), where=rows_c > 0)
-    return rates_cc
-
-
 def fleet_figures(
-    device_kcc: Sequence[Ints | None],
+    device_k: Sequence[Confusion | None],
     samples_jc: Ints,
-    server_cc: Ints | None,
-    own_kcc: Sequence[Ints | None] | None = None,
+    server: Confusion | None,
+    own_k: Sequence[Confusion | None] | None = None,
 ) -> FleetFigures:
     """Returns CDKT-FL's four figures of one round for every score.
 
     Args:
-        device_kcc: For each device, its model's confusion matrix `[C, C]` on the global test set; None for a device
+        device_k: For each device, its model's confusion matrix on the global test set; None for a device
             that was not scored, which counts in no figure but that of the global model.
         samples_jc: `[J, C]`, number of device j's training samples of each class, in the same order.
-        server_cc: Confusion matrix of the global model; None without one.
-        own_kcc: For each device, its model's matrix on the device's own test rows; None for a device that has none,
+        server: Confusion matrix of the global model; None without one.
+        own_k: For each device, its model's matrix on the device's own test rows; None for a device that has none,
             which does not count in C-Spec. None for a fleet without such rows.
     """
-    if own_kcc is not None:
-        on_own = device_kcc, own_kcc, server_cc
+    if own_k is not None:
+        on_own = device_k, own_k, server
         return {
             "accuracy": _figures_on_own(*on_own, accuracy),
             "f1_weighted": _figures_on_own(*on_own, f1_weighted),
             "f1_macro": _figures_on_own(*on_own, f1_macro),
         }
-    parts = _on_all_parts(device_kcc, samples_jc, server_cc)
+    parts = _on_all_parts(device_k, samples_jc, server)
     return {
         "accuracy": _figures(*parts, accuracy),
         "f1_weighted": _figures(*parts, f1_weighted),
@@ -136,25 +115,24 @@ def fleet_figures(
 
 
 def round_figures(
-    device_kcc: Sequence[Ints | None],
+    device_k: Sequence[Confusion | None],
     samples_jc: Ints,
-    server_cc: Ints | None,
-    own_kcc: Sequence[Ints | None] | None = None,
+    server: Confusion | None,
+    own_k: Sequence[Confusion | None] | None = None,
 ) -> Figures:
     """Returns CDKT-FL's four figures of one round, computed from accuracy; arguments as in `fleet_figures`."""
-    if own_kcc is not None:
-        return _figures_on_own(device_kcc, own_kcc, server_cc, accuracy)
-    return _figures(*_on_all_parts(device_kcc, samples_jc, server_cc), accuracy)
+    if own_k is not None:
+        return _figures_on_own(device_k, own_k, server, accuracy)
+    return _figures(*_on_all_parts(device_k, samples_jc, server), accuracy)
 
 
 def _on_all_parts(
-    device_kcc: Sequence[Ints | None], samples_jc: Ints, server_cc: Ints | None
+    device_k: Sequence[Confusion | None], samples_jc: Ints, server: Confusion | None
 ) -> tuple[Sequence[Margins], Margins | None]:
     """Returns the device models' and the global model's margins on all own test sets."""
-    scored = [number for number, counts in enumerate(device_kcc) if counts is not None]
-    known_kcc = [counts for counts in device_kcc if counts is not None]
-    server = None if server_cc is None else margins_in_mix(server_cc, samples_jc)
-    return _InMixes(known_kcc, samples_jc[scored]), server
+    scored = [number for number, counts in enumerate(device_k) if counts is not None]
+    known_k = [counts for counts in device_k if counts is not None]
+    return _InMixes(known_k, samples_jc[scored]), None if server is None else margins_in_mix(server, samples_jc)
 
 
 class _InMixes(Sequence[Margins]):
@@ -163,12 +141,12 @@ class _InMixes(Sequence[Margins]):
     Those of all models together would have a number for each pair of devices. Equal models are computed once.
     """
 
-    def __init__(self, device_kcc: Sequence[Ints], samples_jc: Ints) -> None:
-        self._device_kcc, self._samples_jc = device_kcc, samples_jc
+    def __init__(self, device_k: Sequence[Confusion], samples_jc: Ints) -> None:
+        self._device_k, self._samples_jc = device_k, samples_jc
         self._last: tuple[bytes, Margins] | None = None
 
     def __len__(self) -> int:
-        return len(self._device_kcc)
+        return len(self._device_k)
 
     @overload
     def __getitem__(self, number: int) -> Margins: ...
@@ -176,26 +154,34 @@ class _InMixes(Sequence[Margins]):
     def __getitem__(self, number: slice) -> Sequence[Margins]: ...
     def __getitem__(self, number: int | slice) -> Margins | Sequence[Margins]:
         if isinstance(number, slice):
-            return _InMixes(self._device_kcc[number], self._samples_jc)
-        counts_cc = self._device_kcc[number]
-        known = counts_cc.tobytes()
+            return _InMixes(self._device_k[number], self._samples_jc)
+        counts = self._device_k[number]
+        known = counts.cells.tobytes()
         if self._last is None or self._last[0] != known:
-            self._last = known, margins_in_mix(counts_cc, self._samples_jc)
+            self._last = known, margins_in_mix(counts, self._samples_jc)
         return self._last[1]
 
 
-def margins_in_mix(counts_cc: Ints, samples_jc: Ints) -> Margins:
-    """Returns the margins `[J, C]` of the matrices of `in_class_mix`, without the matrices."""
-    rates_cc = _rates(counts_cc)
-    rows_jc = samples_jc * (counts_cc.sum(axis=1) > 0)
+def margins_in_mix(counts: Confusion, samples_jc: Ints) -> Margins:
+    """Returns the margins `[J, C]` of one model's confusion matrices on every device's own test set.
+
+    Args:
+        counts: The model's confusion matrix on the global test set.
+        samples_jc: `[J, C]`, number of device j's training samples of each class.
+    """
+    true, predicted, samples = counts.cells.T
+    rows_c = counts.rows
+    rates_cc = np.zeros((counts.classes, counts.classes))
+    rates_cc[true, predicted] = samples / rows_c[true]
+    rows_jc = samples_jc * (rows_c > 0)
     return Margins(samples_jc * np.diag(rates_cc), samples_jc @ rates_cc, rows_jc.astype(np.float64))
 
 
-def _figures(counts_kjcc: Sequence[Margins], server_jcc: Margins | None, score: Score) -> Figures:
-    if not counts_kjcc:
-        server = None if server_jcc is None else global_score(server_jcc, score)
+def _figures(counts_kj: Sequence[Margins], server_j: Margins | None, score: Score) -> Figures:
+    if not counts_kj:
+        server = None if server_j is None else global_score(server_j, score)
         return {"global": server, "c_gen": None, "c_spec": None, "c_spec_samples": None, "c_per": None}
-    result = fleet_scores(counts_kjcc, server_jcc, score)
+    result = fleet_scores(counts_kj, server_j, score)
     return {
         "global": _or_none(result.global_),
         "c_gen": _or_none(result.c_gen),
@@ -206,18 +192,19 @@ def _figures(counts_kjcc: Sequence[Margins], server_jcc: Margins | None, score: 
 
 
 def _figures_on_own(
-    device_kcc: Sequence[Ints | None], own_kcc: Sequence[Ints | None], server_cc: Ints | None, score: Score
+    device_k: Sequence[Confusion | None], own_k: Sequence[Confusion | None], server: Confusion | None, score: Score
 ) -> Figures:
     """Returns the figures of a fleet whose devices have test rows of their own."""
-    known_kcc = [counts for counts in device_kcc if counts is not None]
-    tested_kcc = [counts for counts in own_kcc if counts is not None]
-    generic = c_gen([counts[None] for counts in known_kcc], score) if known_kcc else None
-    specific = c_spec(np.stack(tested_kcc), score) if tested_kcc else None
+    known_k = [counts for counts in device_k if counts is not None]
+    tested_k = [counts for counts in own_k if counts is not None]
+    generic = c_gen([Margins.stack([counts]) for counts in known_k], score) if known_k else None
+    own = Margins.stack(tested_k) if tested_k else None
+    specific = None if own is None else c_spec(own, score)
     return {
-        "global": None if server_cc is None else score(server_cc),
+        "global": None if server is None else score(server),
         "c_gen": generic,
         "c_spec": specific,
-        "c_spec_samples": c_spec(np.stack(tested_kcc), score, average="samples") if tested_kcc else None,
+        "c_spec_samples": None if own is None else c_spec(own, score, average="samples"),
         "c_per": None if generic is None or specific is None else c_per(generic, specific),
     }
 

@@ -22,12 +22,12 @@ from fleetdistill.data.samples import Samples, read_samples
 from fleetdistill.knowledge import DELIVER, RECEIVED, RESULT, Kind
 from fleetdistill.methods.base import Ask
 from fleetdistill.replacement import SPLIT
-from fleetdistill.training.figures import Counts, place_of
+from fleetdistill.training.figures import Confusion, Counts, place_of
 from fleetdistill.training.local_training import LazyData, TensorData, extract
 from fleetdistill.training.onnx_graphs import Graphs
 from fleetdistill.training.tensor_data import tensor_data_of
 from fleetdistill.wire.v1 import contract_pb2, service_pb2
-from fleetdistill_lab.simulation.report.metrics import confusion, top_k_predictions
+from fleetdistill_lab.simulation.report.metrics import top_k_predictions
 from fleetdistill_lab.simulation.spec.arrays import load_arrays, split_slice
 from fleetdistill_lab.simulation.spec.score_log import OPTIMIZER_STEPS, OWN, STEP_NUMBER, TOP_K
 
@@ -182,8 +182,8 @@ def top_k_counts(model: nn.Module, data: TensorData | LazyData, k: int, classes:
     """Returns the counts of a model on data with the predictions of `top_k_predictions`, without a loss."""
     labels_n = data.labels.numpy(force=True)
     logits_nc = extract(model, data.inputs).numpy()
-    counts_cc = confusion(labels_n, top_k_predictions(logits_nc, labels_n, k), classes)
-    return Counts(int(counts_cc.trace()), len(labels_n), math.nan, counts_cc)
+    confusion = Confusion.of(labels_n, top_k_predictions(logits_nc, labels_n, k), classes)
+    return Counts(confusion.correct, len(labels_n), math.nan, confusion)
 
 
 def _digest(model: nn.Module) -> bytes:

@@ -28,6 +28,7 @@ from fleetdistill_lab.simulation.spec.score_log import (
     TOP_K,
     append_scores,
     append_steps,
+    confusion_of,
 )
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ def make_device(
         if variant in (RECEIVED, RESULT):
             completed -= variant == RECEIVED  # a received model is the previous round's result
             variant = PRODUCT
-        append_scores(file, spec.name, completed, event.values["confusion"], variant, own=split == OWN)
+        confusion = confusion_of(event.values["confusion"], spec.classes)
+        append_scores(file, spec.name, completed, confusion, variant, own=split == OWN)
 
     if spec.keys == CERTIFICATES:
         _enrol(spec, Files(Path(spec.state_dir)) if state is None else state)

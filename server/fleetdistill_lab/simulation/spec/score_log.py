@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from fleetdistill_lab.simulation.report.metrics import Ints
+from fleetdistill.training.figures import Confusion
 
 START = 0
 """Round number of the initial models' scores."""
@@ -32,23 +31,21 @@ GLOBAL = "/global"
 """Variant of the global model: top-k scores, whose device has an empty name, and those on own rows, at the end."""
 TOP_K = "top_k"
 """Name of the split of a device's top-k scores."""
-Scores = Mapping[str, Mapping[str, Mapping[int, Ints]]]
-"""Confusion matrices `[C, C]` by variant, device and round. The general variant has an empty name."""
+Scores = Mapping[str, Mapping[str, Mapping[int, Confusion]]]
+"""Confusion matrices by variant, device and round. The general variant has an empty name."""
 OPTIMIZER_STEPS, STEP_NUMBER = "optimizer_steps", "step_number"
 """Notes of a simulated device's answer: steps of its optimisers, and the number of the ask's step in the round."""
 
 
 def append_scores(
-    file: Path, device: str, number: int, confusion: npt.ArrayLike, variant: str = "", *, own: bool = False
+    file: Path, device: str, number: int, confusion: Confusion, variant: str = "", *, own: bool = False
 ) -> None:
-    """Appends a model's confusion matrix `[C, C]` on the test set after round `number`.
+    """Appends a model's confusion matrix on the test set after round `number`.
 
-    With `own`, the matrix is that of the device's own rows of the test set. The line has only the cells that are not
-    zero, at most one for each row of the test set.
+    With `own`, the matrix is that of the device's own rows of the test set.
     """
-    counts = np.asarray(confusion, np.int64)
-    cells = [(int(true), int(predicted), int(counts[true, predicted])) for true, predicted in np.argwhere(counts)]
-    line = {"device": device, "variant": variant, "round": number, "classes": len(counts), "cells": cells}
+    cells = confusion.cells.tolist()
+    line = {"device": device, "variant": variant, "round": number, "classes": confusion.classes, "cells": cells}
     _append(file, line | {"own": True} if own else line)
 
 
@@ -67,21 +64,19 @@ def read_scores(file: Path, *, own: bool = False) -> Scores:
         file: The score log.
         own: Whether to return those on the devices' own rows instead of the test set.
     """
-    result: dict[str, dict[str, dict[int, Ints]]] = defaultdict(lambda: defaultdict(dict))
+    result: dict[str, dict[str, dict[int, Confusion]]] = defaultdict(lambda: defaultdict(dict))
     if file.exists():
         with file.open() as lines:
             for row in map(json.loads, lines):
                 if row.get("own", False) is not own:
                     continue
-                result[row["variant"]][row["device"]][row["round"]] = _matrix(row["classes"], row["cells"])
+                result[row["variant"]][row["device"]][row["round"]] = confusion_of(row["cells"], row["classes"])
     return result
 
 
-def _matrix(classes: int, cells: Sequence[Sequence[int]]) -> Ints:
-    result = np.zeros((classes, classes), np.int64)
-    for true, predicted, count in cells:
-        result[true, predicted] = count
-    return result
+def confusion_of(cells: Sequence[Sequence[int]], classes: int) -> Confusion:
+    """Returns the confusion matrix of `Confusion.cells` that were read from JSON."""
+    return Confusion(np.array(cells, np.int64).reshape(-1, 3), classes)
 
 
 def append_steps(file: Path, device: str, number: int, notes: Mapping[str, int]) -> None:
@@ -102,7 +97,7 @@ def read_steps(file: Path) -> dict[tuple[str, int], int]:
     return result
 
 
-def after_rounds(noted: Mapping[int, Ints], rounds: Sequence[int]) -> list[Ints | None]:
+def after_rounds(noted: Mapping[int, Confusion], rounds: Sequence[int]) -> list[Confusion | None]:
     """Returns the confusion matrix of the model that a device has after each of these rounds, as last scored.
 
     Args:
