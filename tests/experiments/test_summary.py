@@ -464,13 +464,34 @@ def test_latex_of_a_grid_fits_a_column_and_a_page(tmp_path: Path) -> None:
     first, second, end = (tmp_path / "x.tex").read_text().split(r"\end{table}")
     assert end.strip() == ""
     lines = first.splitlines()
-    at = lines.index(r"\multicolumn{4}{l}{alpha 1} \\")
-    assert lines[at + 1] == r"\quad a & 60.0 $\pm$ 14.1 &  &  \\"
-    assert lines[at + 2].startswith(r"\quad b & \textbf{75.0 $\pm$ 21.2} & $+$15.0 $\pm$ 7.1 & ")
+    at = lines.index(r" & alpha 1 & from a & p \\")
+    assert lines[at - 1] == lines[at + 1] == r"\midrule"
+    assert lines[at + 2] == r"a & 60.0 $\pm$ 14.1 &  &  \\"
+    assert lines[at + 3].startswith(r"b & \textbf{75.0 $\pm$ 21.2} & $+$15.0 $\pm$ 7.1 & ")
     assert r"\begin{tabular}{lrrr}" in lines
-    assert " & mean & from a & p " in first
-    assert (first.count(r"\multicolumn"), second.count(r"\multicolumn")) == (13, 2)
+    assert (first.count("& alpha"), second.count("& alpha")) == (13, 2)
     assert (r"\label{tab:x}" in first, r"\label{tab:x-2}" in second, "continued" in second) == (True, True, True)
+
+
+@pytest.mark.parametrize("width", [20, 60, 140])
+def test_grid_points_that_do_not_fit_are_below_each_other(width: int) -> None:
+    """Twelve points of 14 characters beside a label of 10, with the space between columns."""
+    points = [f"alpha 0.{at:03}" for at in range(12)]
+    table = printed_table("accuracy", {label: dict.fromkeys(points, 1.0) for label in ("FedAvg", "FedProx")})
+    parts = replace(table, strong=frozenset({(1, 5)})).blocks(width)
+    assert [name for part in parts for name in part.header[1:]] == points
+    assert [len(part.header) - 1 for part in parts] == {20: [1] * 12, 60: [3] * 4, 140: [9, 3]}[width]
+    assert all([row[0] for row in part.rows] == ["FedAvg", "FedProx"] for part in parts)
+    ((part, (row, column)),) = [(part, where) for part in parts for where in part.strong]
+    assert (row, part.header[column]) == (1, points[4])
+
+
+def test_latex_of_printed_values_fits_a_page(tmp_path: Path) -> None:
+    points = [f"alpha 0.{at}, local_epochs 5" for at in range(12)]
+    save_latex(printed_table("accuracy", {"FedAvg": dict.fromkeys(points, 50.0)}), tmp_path / "x.tex", "tab:x")
+    text = (tmp_path / "x.tex").read_text()
+    assert r"\begin{tabular}{lrrr}" in text
+    assert text.count("FedAvg & 50 & 50 & 50 ") == 4
 
 
 @pytest.mark.pictures

@@ -377,7 +377,8 @@ def _class_section(results: Results, writer: _Writer) -> _Section:
         header = list(dict.fromkeys(model for model, _ in rates))
         lines = [[name, *(rates.get((model, name), "") for model in header)] for name in dict.fromkeys(of["class"])]
         file = f"classes{'-' if point else ''}{_slug(point)}"
-        section.tables.append(writer.table(Table(point or "All classes", ["", *header], lines, note=said), file, rows))
+        table = Table(point or "All classes", ["", *header], lines, note=said, width=1)
+        section.tables.append(writer.table(table, file, rows))
     return section
 
 

@@ -47,7 +47,8 @@ class Table:
         rows: Texts of the cells.
         strong: Rows and columns of the cells to emphasize: the best mean of a column.
         note: What its figures are, for the caption of a table that stands alone.
-        width: Number of columns of each grid point; 0 if the columns are not of grid points.
+        width: Number of columns that stay together where the table is split, such as those of a grid point; 0 if it is
+            not split.
     """
 
     title: str
@@ -56,6 +57,23 @@ class Table:
     strong: frozenset[tuple[int, int]] = frozenset()
     note: str = ""
     width: int = 0
+
+    def blocks(self, width: int) -> list[Table]:
+        """Returns the table in parts with all its rows that fit a width one below the other, in characters."""
+        first, *sizes = _sizes([self.header, *self.rows])
+        if not self.width or first + sum(sizes) <= width:
+            return [self]
+        of_point = sum(max(sizes[at :: self.width]) for at in range(self.width))
+        step = self.width * max(1, (width - first) // of_point)
+        return [
+            replace(
+                self,
+                header=[self.header[0], *self.header[at : at + step]],
+                rows=[[row[0], *row[at : at + step]] for row in self.rows],
+                strong=frozenset((row, 1 + column - at) for row, column in self.strong if at <= column < at + step),
+            )
+            for at in range(1, len(self.header), step)
+        ]
 
 
 def format_value(value: float | None, spread: float | None, unit: str, sign: str = "") -> str:
@@ -190,7 +208,7 @@ def printed_table(metric: str, printed: Mapping[str, Mapping[str, float]]) -> Ta
     """Returns the table of values that the source prints, by label and by grid points of its own scale."""
     points = list(dict.fromkeys(point for of in printed.values() for point in of))
     rows = [[label, *(f"{of[point]:g}" if point in of else "" for point in points)] for label, of in printed.items()]
-    return Table(f"{METRICS[metric].title}, as the source prints it", ("", *points), rows)
+    return Table(f"{METRICS[metric].title}, as the source prints it", ("", *points), rows, width=1)
 
 
 def _mean_text(one: Summary, metric: str) -> str:
@@ -312,44 +330,31 @@ def save_csv(rows: Iterable[ModelRow | Summary | Pair | PrintedValue | ClassAccu
 def save_latex(table: Table, file: Path, label: str) -> None:
     """Writes a LaTeX table, which needs the package booktabs.
 
-    A table of grid points with too many columns for a journal's column has the points one below the other, and
-    continues in further tables before it is higher than a page.
+    It is as wide as a journal's column or else as its page. Grid points that do not fit side by side stand one below
+    the other, and continue in further tables before one is higher than a page.
 
     Args:
         table: The table.
         file: The file.
         label: Label of the table, for references; those of further tables have a number.
     """
-    cells = [
-        [_strong(text, (at, column) in table.strong) for column, text in enumerate(row)]
-        for at, row in enumerate(table.rows)
-    ]
-    header, caption = table.header, ". ".join(text for text in (table.title, table.note) if text)
-    parts = [[" & ".join(row) for row in cells]]
-    if table.width and len(header) > max(_MAX_COLUMNS, 1 + table.width):
-        each = max(1, _MAX_ROWS // (1 + len(cells)))
-        points = [
-            [
-                rf"\multicolumn{{{1 + table.width}}}{{l}}{{{_escape(header[first])}}}",
-                *(" & ".join([rf"\quad {row[0]}", *row[first : first + table.width]]) for row in cells),
-            ]
-            for first in range(1, len(header), table.width)
-        ]
-        parts = [list(chain(*points[at : at + each])) for at in range(0, len(points), each)]
-        header = ("", "mean", *header[2 : 1 + table.width])
-    kind = "table*" if len(header) > _MAX_COLUMNS else "table"  # as wide as the page, or as a column
+    kind, blocks = "table", table.blocks(_COLUMN)
+    is_narrow = len(blocks[0].header) < min(_MIN_COLUMNS, len(table.header))
+    if is_narrow or any(sum(_sizes([block.header, *block.rows])) > _COLUMN for block in blocks):
+        kind, blocks = "table*", table.blocks(_PAGE)
+    caption = ". ".join(text for text in (table.title, table.note) if text)
+    each = max(1, _MAX_ROWS // (1 + len(table.rows)))
     lines = []
-    for number, rows in enumerate(parts, 1):
+    for number, first in enumerate(range(0, len(blocks), each), 1):
+        _, *rows = chain.from_iterable(map(_latex_rows, blocks[first : first + each]))
         lines += [
             rf"\begin{{{kind}}}[t]",
             rf"\caption{{{_escape(caption if number == 1 else f'{table.title}, continued')}}}",
             rf"\label{{{label}{f'-{number}' if number > 1 else ''}}}",
             r"\centering\footnotesize",
-            rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
+            rf"\begin{{tabular}}{{l{'r' * (len(blocks[0].header) - 1)}}}",
             r"\toprule",
-            rf"{' & '.join(map(_escape, header))} \\",
-            r"\midrule",
-            *(rf"{row} \\" for row in rows),
+            *rows,
             r"\bottomrule",
             r"\end{tabular}",
             rf"\end{{{kind}}}",
@@ -357,8 +362,9 @@ def save_latex(table: Table, file: Path, label: str) -> None:
     file.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
-_MAX_COLUMNS = 5
-_MAX_ROWS = 40
+_COLUMN, _PAGE = 56, 116
+"""Characters of a line in a journal's column and on its page, with the space between columns counted as three."""
+_MIN_COLUMNS, _MAX_ROWS = 4, 40
 _LATEX = {
     "&": r"\&",
     "%": r"\%",
@@ -382,6 +388,10 @@ def _escape(text: str) -> str:
     return re.sub(r"(?<![\w$])[-+](?=\d)", r"$\g<0>$", escaped)
 
 
-def _strong(text: str, is_strong: bool) -> str:
-    escaped = _escape(text)
-    return rf"\textbf{{{escaped}}}" if is_strong else escaped
+def _latex_rows(table: Table) -> list[str]:
+    """Returns the lines of a table's header and rows, with a rule above each."""
+    lines = [list(map(_escape, line)) for line in (table.header, *table.rows)]
+    for row, column in table.strong:
+        lines[row + 1][column] = rf"\textbf{{{lines[row + 1][column]}}}"
+    header, *rows = (rf"{' & '.join(line)} \\" for line in lines)
+    return [r"\midrule", header, r"\midrule", *rows]
