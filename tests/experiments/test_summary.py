@@ -473,6 +473,18 @@ def test_latex_of_a_grid_fits_a_column_and_a_page(tmp_path: Path) -> None:
     assert (r"\label{tab:x}" in first, r"\label{tab:x-2}" in second, "continued" in second) == (True, True, True)
 
 
+def test_latex_has_a_short_caption_and_notes_below(tmp_path: Path) -> None:
+    found = summarize({"": VALUES["alpha 0.1"]}, "a", dict.fromkeys([("", name) for name in "abc"], 3), 3)
+    table = summary_table("accuracy", found, "a", {})
+    save_latex(table, tmp_path / "x.tex", "tab:x", "Mean over 3 seeds; 95 % of the rows.")
+    text = (tmp_path / "x.tex").read_text()
+    assert r"\caption{Accuracy on all classes, model at the end, in percent}" in text
+    assert list(table.header) == ["", "mean", "from a", "p"]
+    assert text.index(r"\end{tabular}") < text.index(
+        r"\par\smallskip\raggedright Mean over 3 seeds; 95 \% of the rows."
+    )
+
+
 @pytest.mark.parametrize("width", [20, 60, 140])
 def test_grid_points_that_do_not_fit_are_below_each_other(width: int) -> None:
     """Twelve points of 14 characters beside a label of 10, with the space between columns."""

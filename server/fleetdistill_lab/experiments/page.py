@@ -103,9 +103,11 @@ class _Writer:
             shutil.rmtree(folder / name, ignore_errors=True)  # those of grid points that the file no longer has
             (folder / name).mkdir(parents=True)
 
-    def table(self, table: Table, name: str, rows: Any) -> Table:
+    def table(self, table: Table, name: str, rows: Any, lines: Sequence[str] = ()) -> Table:
+        """Writes a table; the lines are those that the page has above it."""
+        note = " ".join([*lines, *[table.note] * bool(table.note)])
         save_csv(rows, self._folder / "tables" / f"{name}.csv")
-        save_latex(table, self._folder / "tables" / f"{name}.tex", f"tab:{name}")
+        save_latex(table, self._folder / "tables" / f"{name}.tex", f"tab:{name}", note)
         return table
 
     def figure(self, figure: Figure, name: str, caption: str) -> _Picture:
@@ -232,12 +234,9 @@ def model_lines(experiment: Experiment) -> list[str]:
 
 
 def _with_k(ks: Collection[int | None], table: Table) -> Table:
-    """Returns a table whose titles have the k of the runs' top-k accuracy."""
+    """Returns a table whose title has the k of the runs' top-k accuracy."""
     known = " or ".join(str(k) for k in sorted(k for k in ks if k is not None))
-    if not known:
-        return table
-    title, *header = (text.replace("Top-k", f"Top-{known}") for text in (table.title, *table.header))
-    return replace(table, title=title, header=header)
+    return replace(table, title=table.title.replace("Top-k", f"Top-{known or 'k'}"))
 
 
 def source_lines(experiment: Experiment) -> list[str]:
@@ -249,13 +248,6 @@ def source_lines(experiment: Experiment) -> list[str]:
         f"Values in the source are of its own data sets, networks and rounds; these runs have the scale "
         f"{experiment.scale}, so that the order of the methods can be compared, not the values."
     ]
-
-
-def _note(metric: str, lines: Sequence[str]) -> str:
-    """Returns the caption's note of a metric's table, which has no differences if it is of bytes."""
-    if METRICS[metric].unit == "bytes":
-        return "Mean over seeds"
-    return " ".join([*["In percent."] * (METRICS[metric].unit == "percent"), *lines])
 
 
 def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) -> tuple[list[_Section], list[Table]]:
@@ -283,12 +275,14 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
             METRICS[metric].unit,
         )
         printed = experiment.printed.get(metric, {})
-        table = with_k(summary_table(metric, summaries, reference, printed, _note(metric, lines), source))
+        table = with_k(summary_table(metric, summaries, reference, printed, source))
         short.append(with_k(short_table(metric, summaries, printed)))
-        tables.tables.append(writer.table(table, f"metric-{metric}", summaries))
+        of_differences = () if METRICS[metric].unit == "bytes" else lines
+        tables.tables.append(writer.table(table, f"metric-{metric}", summaries, of_differences))
         if elsewhere := experiment.printed_elsewhere.get(metric):
             values = [PrintedValue(label, *item) for label, of in elsewhere.items() for item in of.items()]
-            tables.tables.append(writer.table(with_k(printed_table(metric, elsewhere)), f"source-{metric}", values))
+            table = with_k(printed_table(metric, elsewhere))
+            tables.tables.append(writer.table(table, f"source-{metric}", values, source_lines(experiment)))
             short.append(tables.tables[-1])
     claims = _Section(
         "The order in the source",
@@ -304,7 +298,7 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
     found = check_claims(checked, values_of, counts[FINISHED], len(experiment.seeds), names)
     for number, ((claim, metric), pairs) in enumerate(zip(checked, found, strict=True), 1):
         table = with_k(claim_table(claim.text, metric, pairs))
-        claims.tables.append(writer.table(table, f"claim-{number}", pairs))
+        claims.tables.append(writer.table(table, f"claim-{number}", pairs, claims.lines))
         short.append(claims.tables[-1])
     models = _Section(
         "All models",
@@ -319,9 +313,9 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         if rows:
             drawn = lines_of(rows, reference, len(experiment.seeds))
             name = f"models{'-' if point else ''}{_slug(point)}"
-            over = "; ".join(devices_lines(drawn, results.devices(point)))
-            title = ". ".join(text for text in (point or "All models", over) if text)
-            models.tables.append(writer.table(model_table(drawn, title, with_p=False), name, rows))
+            table = model_table(drawn, join_names("All models", point), with_p=False)
+            table = replace(table, note=" ".join(devices_lines(drawn, results.devices(point))))
+            models.tables.append(writer.table(table, name, rows, models.lines))
             caption = f"Accuracy by bytes {point}".strip()
             models.figures.append(writer.figure(draw_lines(drawn, point), name, caption))
     return [tables, claims, models], short
@@ -377,8 +371,8 @@ def _class_section(results: Results, writer: _Writer) -> _Section:
         header = list(dict.fromkeys(model for model, _ in rates))
         lines = [[name, *(rates.get((model, name), "") for model in header)] for name in dict.fromkeys(of["class"])]
         file = f"classes{'-' if point else ''}{_slug(point)}"
-        table = Table(point or "All classes", ["", *header], lines, note=said, width=1)
-        section.tables.append(writer.table(table, file, rows))
+        table = Table(join_names("Accuracy by class", point), ["", *header], lines, width=1)
+        section.tables.append(writer.table(table, file, rows, section.lines))
     return section
 
 

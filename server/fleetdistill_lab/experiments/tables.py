@@ -46,7 +46,7 @@ class Table:
         header: Titles of the columns; the first column has names.
         rows: Texts of the cells.
         strong: Rows and columns of the cells to emphasize: the best mean of a column.
-        note: What its figures are, for the caption of a table that stands alone.
+        note: What is to be known of this table only, for below it.
         width: Number of columns that stay together where the table is split, such as those of a grid point; 0 if it is
             not split.
     """
@@ -136,7 +136,6 @@ def summary_table(
     summaries: Sequence[Summary],
     reference: str,
     printed: Mapping[str, Mapping[str, float]],
-    note: str = "",
     source: str = "in the source",
 ) -> Table:
     """Returns the table of one metric: a row for each method, and for each grid point its mean and difference.
@@ -146,7 +145,6 @@ def summary_table(
         summaries: Its summaries.
         reference: Label from which differences are.
         printed: Values that the source prints, by label and point; shown as they are.
-        note: Note of the table.
         source: Title of the columns with printed values.
     """
     unit, better = METRICS[metric].unit, METRICS[metric].higher_is_better
@@ -164,7 +162,7 @@ def summary_table(
         if means and complete and len(labels) > 1:
             best = (max if better else min)(means, key=means.__getitem__)
             strong.add((labels.index(best), len(header)))
-        header.append(point or METRICS[metric].title)
+        header.append(point or "mean")
         header += [f"from {reference}", "p"] if has_differences else []
         header += [source] if has_printed else []
     rows = []
@@ -181,7 +179,11 @@ def summary_table(
                 row.append("" if value is None else f"{value:g}")
         rows.append(row)
     width = 1 + 2 * has_differences + has_printed
-    return Table(METRICS[metric].title, header, rows, frozenset(strong), note, width)
+    return Table(f"{METRICS[metric].title}{_UNITS.get(unit, '')}", header, rows, frozenset(strong), width=width)
+
+
+_UNITS = {"percent": ", in percent", "bytes": ", mean over seeds"}
+"""What the title of a metric's table says of its unit, or of figures without a spread."""
 
 
 @dataclass(frozen=True)
@@ -327,7 +329,7 @@ def save_csv(rows: Iterable[ModelRow | Summary | Pair | PrintedValue | ClassAccu
             writer.writerows(asdict(row) for row in found)
 
 
-def save_latex(table: Table, file: Path, label: str) -> None:
+def save_latex(table: Table, file: Path, label: str, note: str = "") -> None:
     """Writes a LaTeX table, which needs the package booktabs.
 
     It is as wide as a journal's column or else as its page. Grid points that do not fit side by side stand one below
@@ -337,19 +339,19 @@ def save_latex(table: Table, file: Path, label: str) -> None:
         table: The table.
         file: The file.
         label: Label of the table, for references; those of further tables have a number.
+        note: What its figures are, for below it.
     """
     kind, blocks = "table", table.blocks(_COLUMN)
     is_narrow = len(blocks[0].header) < min(_MIN_COLUMNS, len(table.header))
     if is_narrow or any(sum(_sizes([block.header, *block.rows])) > _COLUMN for block in blocks):
         kind, blocks = "table*", table.blocks(_PAGE)
-    caption = ". ".join(text for text in (table.title, table.note) if text)
     each = max(1, _MAX_ROWS // (1 + len(table.rows)))
     lines = []
     for number, first in enumerate(range(0, len(blocks), each), 1):
         _, *rows = chain.from_iterable(map(_latex_rows, blocks[first : first + each]))
         lines += [
             rf"\begin{{{kind}}}[t]",
-            rf"\caption{{{_escape(caption if number == 1 else f'{table.title}, continued')}}}",
+            rf"\caption{{{_escape(table.title)}{', continued' * (number > 1)}}}",
             rf"\label{{{label}{f'-{number}' if number > 1 else ''}}}",
             r"\centering\footnotesize",
             rf"\begin{{tabular}}{{l{'r' * (len(blocks[0].header) - 1)}}}",
@@ -357,6 +359,7 @@ def save_latex(table: Table, file: Path, label: str) -> None:
             *rows,
             r"\bottomrule",
             r"\end{tabular}",
+            *([rf"\par\smallskip\raggedright {_escape(note)}"] if note and number == 1 else []),
             rf"\end{{{kind}}}",
         ]
     file.write_text("\n".join([*lines, ""]), encoding="utf-8")
