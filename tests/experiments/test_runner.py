@@ -322,7 +322,7 @@ def test_report_counts_shared_runs_of_a_grid_once(done, tmp_path: Path) -> None:
     table = pandas.read_csv(tmp_path / "report/tables/metric-accuracy.csv").set_index(["label", "point"])
     assert table.loc["FedProx", "T 1"]["p"] == pytest.approx(claim["p"]), "one comparison: Holm changes nothing"
     assert table.loc["FedProx", "T 4"]["p"] == pytest.approx(claim["p"])
-    assert "2 seeds and 1 comparison a table" in " ".join(written.warnings)
+    assert "2 seeds and 1 comparison a metric" in " ".join(written.warnings)
     assert "Tensors of the same are declared to contain counts, features of the device." in written.page.read_text()
     assert "learning_rate is 0.02 with FedAvg and FedProx and the same, 0.01 with not run" in written.page.read_text()
 
@@ -592,7 +592,7 @@ def test_page_stands_alone_and_says_what_is_missing(tmp_path: Path) -> None:
     for text in (
         "Tiny <grid>",
         "A control is missing: training alone.",
-        "2 seeds and 1 comparison a table",
+        "2 seeds and 1 comparison a metric",
         "FedProx > FedAvg",
         "one lead a seed, its mean over the grid points",
         "4 finished",

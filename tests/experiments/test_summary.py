@@ -184,7 +184,7 @@ def test_smaller_is_better_for_bytes(tmp_path: Path) -> None:
 def test_power_is_said_only_of_comparisons() -> None:
     assert power_lines(1, 0) == power_lines(2, 0) == power_lines(5, 1) == []
     assert power_lines(1, 1) == ["Only 1 seed: no difference can be told from chance."]
-    assert power_lines(2, 1)[0].startswith("2 seeds and 1 comparison a table: ")
+    assert power_lines(2, 1)[0].startswith("2 seeds and 1 comparison a metric: ")
 
 
 def test_claims_are_checked_pair_by_pair() -> None:
@@ -368,23 +368,40 @@ def test_differences_are_between_models_of_the_same_name() -> None:
     ]
     assert [line.p for line in lines[2:]] == pytest.approx(holm(own))
     table = model_table(lines, "")
-    assert table.header[5] == "difference"
-    assert [cells[5] for cells in table.rows] == [
-        *(
-            "",
-            "",
-            "+11.0 ± 1.0 from a devices",
-            "+21.0 ± 1.0 from a global",
-            "+72.0 ± 2.0 from a global",
-            "+22.0 ± 2.0 from a devices",
-        )
+    assert list(table.header) == ["", *compared("all"), *compared("own"), "bytes", "exchanges", "from"]
+    assert [(cells[2], cells[-1]) for cells in table.rows] == [
+        ("", ""),
+        ("", ""),
+        ("+11.0 ± 1.0", "a devices"),
+        ("+21.0 ± 1.0", "a global"),
+        ("+72.0 ± 2.0", "a global"),
+        ("+22.0 ± 2.0", "a devices"),
     ]
+
+
+def compared(classes: str) -> list[str]:
+    return [f"{classes} classes", "difference", "p"]
+
+
+def test_differences_on_own_classes_have_their_own_p_value() -> None:
+    """On all classes 10, 20 and 30 points, on own ones 1, 2 and 3, whose p value is the same, and in a third method."""
+    rows = [
+        replace(row(name, "devices", seed, 0.5 + step * (1 + seed)), own_accuracy=0.5 + own * (1 + seed))
+        for name, step, own in (("a", 0.0, 0.0), ("b", 0.1, 0.01), ("c", 0.1, -0.01))
+        for seed in range(3)
+    ]
+    rows[-1] = replace(rows[-1], own_accuracy=None)
+    _, second, third = lines_of(rows)
+    assert [second.own_difference, second.own_difference_spread] == pytest.approx([0.02, 0.01])
+    assert [second.p, second.own_p] == pytest.approx([2 * 0.0742, 2 * 0.0742], abs=1e-4)
+    assert third.own_difference == pytest.approx(-0.015), "of the seeds that have the figure"
+    assert model_table([second, third], "").rows[0][4:7] == ("52.0 ± 1.0", "+2.0 ± 1.0", "0.15")
 
 
 def test_each_accuracy_has_its_own_spread_in_the_table() -> None:
     """On all classes 50 and 70 %, on a device's own 60 and 60.2 %."""
     rows = [replace(row("a", "devices", seed, 0.5 + 0.2 * seed), own_accuracy=0.6 + 0.002 * seed) for seed in (0, 1)]
-    ((_, whole, own, *_),) = model_table(lines_of(rows), "").rows
+    ((_, whole, _, _, own, *_),) = model_table(lines_of(rows), "").rows
     assert (whole, own) == ("60.0 ± 14.1", "60.1 ± 0.1")
 
 
@@ -402,7 +419,7 @@ def test_table_shows_percent_and_points() -> None:
     assert "from a" in text
     without = model_table(lines_of(ROWS), "title", with_p=False)
     assert [len(cells) for cells in without.rows] == [len(without.header)] * 3
-    assert without.header[-1] == "from a"
+    assert list(without.header[1:5]) == ["all classes", "from a", "own classes", "from a"]
 
 
 @pytest.mark.parametrize(
@@ -422,7 +439,7 @@ def test_small_p_values_keep_their_digits() -> None:
     """Differences of 1, 2 and 3 points: p = 1 - t / sqrt(t^2 + 2) with t = 2 sqrt(3) is 0.074."""
     rows = [row("a", "devices", seed, 0.5) for seed in range(3)]
     rows += [row("b", "devices", seed, 0.51 + 0.01 * seed) for seed in range(3)]
-    assert [cells[-1] for cells in model_table(lines_of(rows), "").rows] == ["", "0.074"]
+    assert [cells[3] for cells in model_table(lines_of(rows), "").rows] == ["", "0.074"]
 
 
 def test_model_without_scores_is_said_to_have_none() -> None:

@@ -14,7 +14,7 @@ import typer
 from fleetdistill.errors import ConfigurationError, RunError
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.names import unknown_name
-from fleetdistill_console.tables import show
+from fleetdistill_console.tables import open_console, show
 from fleetdistill_server.cli.options import ImportOption, JsonOption, report_errors
 from fleetdistill_server.config.section import read_toml
 from fleetdistill_server.start import INTERRUPTED, ctrl_c_interrupts
@@ -199,7 +199,7 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     from fleetdistill_lab.experiments.page import CONTROLS, missing_controls, power_lines
     from fleetdistill_lab.experiments.results import open_results
     from fleetdistill_lab.experiments.summary import lines_of
-    from fleetdistill_lab.experiments.tables import model_table, rich_table, save_csv
+    from fleetdistill_lab.experiments.tables import fit, model_table, rich_table, save_csv
     from fleetdistill_lab.simulation.data.partition import partition_parameters
     from fleetdistill_lab.simulation.report.comparison import devices_lines
 
@@ -231,8 +231,8 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     }
     view = View({"models": [asdict(line) for line in lines]}, facts)
     said = [
-        "Accuracy in %, mean ± standard deviation over seeds; differences and p values are of that on all classes "
-        "(paired t test, adjusted by Holm's method).",
+        "Accuracy in %, mean ± standard deviation over seeds; differences are paired by seed, and p is of a paired t "
+        "test, adjusted by Holm's method for its column.",
         *power_lines(len(experiment.seeds), sum(bool(line.base) for line in lines)),
         *experiment.cautions(),
         *devices_lines(lines, devices),
@@ -240,7 +240,8 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
         *(f"A control is missing: {CONTROLS[name]}; add --method {name}." for name in missing),
         f"{out}/: compare.csv, compare.png, results.sqlite, parquet/, and runs/ with a folder for each run",
     ]
-    show(view, as_json, lambda view: [rich_table(model_table(lines, title)), *said])
+    shown = fit(model_table(lines, title), open_console().width)
+    show(view, as_json, lambda view: [*map(rich_table, shown), *said])
 
 
 _File = Annotated[str, typer.Argument(help="TOML file, or the name of an experiment that comes with the package.")]

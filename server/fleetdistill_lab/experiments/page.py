@@ -203,7 +203,7 @@ def power_lines(seeds: int, number: int) -> list[str]:
 
     Args:
         seeds: Number of seeds.
-        number: Number of comparisons of a table; without one there is nothing to say.
+        number: Number of comparisons of a metric; without one there is nothing to say.
     """
     if not number:
         return []
@@ -212,7 +212,7 @@ def power_lines(seeds: int, number: int) -> list[str]:
         return [f"Only {counted(seeds, 'seed')}: no difference can be told from chance."]
     if seeds >= _MANY_SEEDS:
         return []
-    how = f"{seeds} seeds and {counted(number, 'comparison')} a table"
+    how = f"{seeds} seeds and {counted(number, 'comparison')} a metric"
     return [
         f"{how}: a difference is significant only if its mean is {ratio:.1f} times its standard deviation, "
         "or less after larger ones that are (Holm's steps)."
@@ -303,9 +303,9 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
     models = _Section(
         "All models",
         [
-            "In %; differences are in accuracy on all classes, from the reference's model of the same name, or else of "
-            "the same kind (global or of a device), or else its first. P values are only in the tables of the metrics, "
-            "where they are adjusted for all comparisons of the table."
+            "In %; differences are from the reference's model of the same name, or else of the same kind (global or of "
+            "a device), or else its first. P values are only in the tables of the metrics, where they are adjusted for "
+            "all comparisons of the table."
         ],
     )
     for point in experiment.points:

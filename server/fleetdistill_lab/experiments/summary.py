@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from fleetdistill_lab.experiments.definition import Claim
 from fleetdistill_lab.experiments.metrics import METRICS
@@ -114,6 +115,7 @@ class Line:
             None without a base, and if one of the two lacks a seed.
         p: Two-sided p value of a paired t test of the difference, by Holm's method for the number of lines; None if
             there are fewer than two pairs, or all differences are equal.
+        own_difference, own_difference_spread, own_p: The same of `own_accuracy`.
     """
 
     method: str
@@ -132,6 +134,9 @@ class Line:
     difference: float | None = None
     difference_spread: float | None = None
     p: float | None = None
+    own_difference: float | None = None
+    own_difference_spread: float | None = None
+    own_p: float | None = None
 
 
 def lines_of(rows: Sequence[ModelRow], reference: str = "", wanted: int | None = None) -> list[Line]:
@@ -149,38 +154,55 @@ def lines_of(rows: Sequence[ModelRow], reference: str = "", wanted: int | None =
     keys = list(dict.fromkeys((row.label, row.model) for row in rows))
     keys.sort(key=lambda key: key[0] != reference)
     by_key = {key: {row.seed: row for row in rows if (row.label, row.model) == key} for key in keys}
-    accuracies = {
-        key: {seed: row.accuracy for seed, row in of.items() if row.accuracy is not None} for key, of in by_key.items()
-    }
     whole = {key for key, of in by_key.items() if len(of) >= wanted}
     own = [model for label, model in keys if label == keys[0][0]]
     bases = {key: (keys[0][0], _base(key[1], own)) for key in keys if key[0] != keys[0][0]}
-    differences = {
-        key: paired(accuracies[key], accuracies[base]) if {key, base} <= whole else [] for key, base in bases.items()
-    }
-    p_values = holm([paired_p(differences.get(key, [])) for key in keys])
+    pairs = {key: base for key, base in bases.items() if {key, base} <= whole}
+    rates, own_rates = _compare(by_key, pairs, ""), _compare(by_key, pairs, "own_")
     models = {label: sum(other == label for other, _ in keys) for label, _ in keys}
     names = {(label, model): f"{label} {model}" if models[label] > 1 else label for label, model in keys}
     result = []
-    for key, p in zip(keys, p_values, strict=True):
+    for key in keys:
         of = list(by_key[key].values())
         result.append(
             Line(
-                key[0],
-                names[key],
-                len(of),
-                wanted,
-                *mean_and_spread(list(accuracies[key].values())),
-                *mean_and_spread([row.own_accuracy for row in of if row.own_accuracy is not None]),
-                statistics.mean(row.bytes for row in of),
-                statistics.mean(row.exchanges for row in of),
-                min(row.devices for row in of),
-                max(row.untrained for row in of),
-                names[bases[key]] if key in bases else "",
-                *mean_and_spread(differences.get(key, [])),
-                p,
+                method=key[0],
+                name=names[key],
+                seeds=len(of),
+                wanted=wanted,
+                bytes=statistics.mean(row.bytes for row in of),
+                exchanges=statistics.mean(row.exchanges for row in of),
+                devices=min(row.devices for row in of),
+                untrained=max(row.untrained for row in of),
+                base=names[bases[key]] if key in bases else "",
+                **rates[key],
+                **own_rates[key],
             )
         )
+    return result
+
+
+_Key = tuple[str, str]
+"""Label of a method and name of a model."""
+
+
+def _compare(
+    by_key: Mapping[_Key, Mapping[int, ModelRow]], bases: Mapping[_Key, _Key], prefix: str
+) -> dict[_Key, dict[str, Any]]:
+    """Returns the fields of `Line` about an accuracy; a prefix says which one, and begins their names."""
+    name = f"{prefix}accuracy"
+    values = {
+        key: {seed: rate for seed, row in of.items() if (rate := getattr(row, name)) is not None}
+        for key, of in by_key.items()
+    }
+    differences = {key: paired(values[key], values[bases[key]]) if key in bases else [] for key in values}
+    result: dict[_Key, dict[str, Any]] = {}
+    for key, p in zip(values, holm(list(map(paired_p, differences.values()))), strict=True):
+        mean, spread = mean_and_spread(list(values[key].values()))
+        difference, difference_spread = mean_and_spread(differences[key])
+        found = {"accuracy": mean, "accuracy_spread": spread, "difference": difference, "p": p}
+        found["difference_spread"] = difference_spread
+        result[key] = {f"{prefix}{name}": value for name, value in found.items()}
     return result
 
 

@@ -90,26 +90,30 @@ def format_value(value: float | None, spread: float | None, unit: str, sign: str
 def model_table(lines: Sequence[Line], title: str, *, with_p: bool = True) -> Table:
     """Returns a table of all models, in percent and percentage points; p values are those of the lines."""
     bases = {line.base for line in lines if line.base}
-    header = (
-        *("", "all classes", "own classes", "bytes", "exchanges"),
-        "difference" if len(bases) > 1 else f"from {''.join(bases) or lines[0].name}",
-        *["p"] * with_p,
-    )
+    several = len(bases) > 1
+    compared = ("difference" if several else f"from {''.join(bases) or lines[0].name}", *["p"] * with_p)
+    header = ("", "all classes", *compared, "own classes", *compared, "bytes", "exchanges", *["from"] * several)
     rows = [
         (
             line.name,
             (format_value(line.accuracy, line.accuracy_spread, "percent") or "not scored")
             + (f" ({line.seeds} of {line.wanted} seeds)" if line.seeds < line.wanted else ""),
+            format_value(line.difference, line.difference_spread, "percent", "+"),
+            *[_p_text(line.p)] * with_p,
             format_value(line.own_accuracy, line.own_accuracy_spread, "percent") or "not scored",
+            format_value(line.own_difference, line.own_difference_spread, "percent", "+"),
+            *[_p_text(line.own_p)] * with_p,
             readable_bytes(round(line.bytes)),
             f"{line.exchanges:.3g}",
-            format_value(line.difference, line.difference_spread, "percent", "+")
-            + (f" from {line.base}" if len(bases) > 1 and line.difference is not None else ""),
-            *["" if line.p is None else f"{line.p:.2g}"] * with_p,
+            *[line.base] * several,
         )
         for line in lines
     ]
     return Table(title, header, rows)
+
+
+def _p_text(p: float | None) -> str:
+    return "" if p is None else f"{p:.2g}"
 
 
 def short_table(metric: str, summaries: Sequence[Summary], printed: Mapping[str, Mapping[str, float]]) -> Table:
@@ -173,7 +177,7 @@ def summary_table(
             row.append(_mean_text(one, metric))
             if has_differences:
                 row.append(format_value(one.difference, one.difference_spread, unit, "+"))
-                row.append("" if one.p is None else f"{one.p:.2g}")
+                row.append(_p_text(one.p))
             if has_printed:
                 value = printed.get(label, {}).get(point)
                 row.append("" if value is None else f"{value:g}")
@@ -234,7 +238,7 @@ def claim_table(text: str, metric: str, pairs: Sequence[Pair]) -> Table:
             f"{pair.better} > {pair.worse}",
             format_value(pair.difference, None, unit, "+") if unit != "bytes" else "",
             f"{pair.wins} of {pair.pairs}",
-            "" if pair.p is None else f"{pair.p:.2g}",
+            _p_text(pair.p),
             pair.verdict,
         )
         for pair in pairs
@@ -252,7 +256,7 @@ def change_table(changes: Sequence[Change]) -> Table:
             format_value(change.before, None, METRICS[change.metric].unit),
             format_value(change.after, None, METRICS[change.metric].unit),
             str(change.seeds),
-            "" if change.p is None else f"{change.p:.2g}",
+            _p_text(change.p),
             "same" if change.same_settings else "changed",
         )
         for change in changes
