@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
@@ -689,6 +690,27 @@ def test_ctrl_c_says_that_the_report_is_being_written(tmp_path: Path, monkeypatc
         f"writing the report of what has run to {out}/report",
         "now it is written",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, ""), (0.4, "; less than a minute left"), (61.0, "; about 1 min left"), (7200.0, "; about 2.0 h left")],
+)
+def test_time_left_of_a_running_run_is_never_zero(
+    seconds: float, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose last round has ended is still being scored and stored, and no round is left to estimate."""
+
+    def run(*_: object, on_progress: Callable[[Progress], None], **__: object) -> None:
+        on_progress(Progress(3, 2, 0, seconds))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fleetdistill_lab.experiments.runner.run_experiment", run)
+    monkeypatch.setattr("fleetdistill_lab.experiments.page.write_report", lambda *_: Written(tmp_path, [], []))
+    Results(tmp_path / "out").close()
+    (tmp_path / "tiny.toml").write_text(FILE)
+    said = call("run", str(tmp_path / "tiny.toml"), "--out", str(tmp_path / "out")).stderr
+    assert f"2 of 3 finished before{text}" in said.splitlines()
 
 
 def test_packaged_experiments_are_listed_and_shown(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def _run(
     def note(done: Progress) -> None:
         bars.start()
         of_tuning = " of the tuning" if done.following else ""
-        left = "" if done.seconds_left is None else f"about {_duration(done.seconds_left)} left{of_tuning}"
+        left = f"{_duration(done.seconds_left)} left{of_tuning}" if done.seconds_left else ""
         bars.update(task, total=done.total, completed=done.finished + done.failed, left=left)
         if done.cell is None:
             if (done.following > 0) in begun:
@@ -189,9 +189,9 @@ def _run(
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    if seconds < 60:
+        return "less than a minute"
+    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
 
 
 def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
