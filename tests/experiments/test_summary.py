@@ -316,7 +316,9 @@ def test_claim_with_unfinished_runs_has_no_verdict() -> None:
     (partial,) = check_claim(claim, "accuracy", values, {("", "a"): 3, ("", "b"): 3}, 5)
     assert (whole.left, whole.verdict) == (0, "holds")
     assert (partial.left, partial.p, partial.verdict) == (4, None, "none yet: 4 runs not finished")
-    assert claim_table("", "accuracy", [partial]).rows[0][2:] == ("3 of 3", "", "none yet: 4 runs not finished")
+    shown = ("+10.1 (3 of 5 seeds)", "3 of 3", "", "none yet: 4 runs not finished")
+    assert claim_table("", "accuracy", [partial]).rows[0][1:] == shown
+    assert claim_table("", "accuracy", [whole]).rows[0][1] == "+10.1"
 
 
 def test_models_without_all_seeds_say_so_and_are_not_compared() -> None:

@@ -182,9 +182,9 @@ def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, 
     result += _edge_lines(experiment, results)
     if by_status.get("not run"):
         result.append(
-            f"{counted(by_status['not run'], 'cell')} not run yet: a mean says over how many seeds it is, and what "
-            "lacks a run has no difference, no p value and no verdict. P values are adjusted for the differences that "
-            "are there, and can grow with further ones."
+            f"{counted(by_status['not run'], 'cell')} not run yet: a mean or a lead says over how many seeds it is, "
+            "and what lacks a run has no difference, no p value and no verdict. P values are adjusted for the "
+            "differences that are there, and can grow with further ones."
         )
     runs = results.runs()
     for cell in results.cells():

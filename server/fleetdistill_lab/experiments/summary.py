@@ -328,6 +328,7 @@ class Pair:
             the grid's setting, counts once.
         wins: Number of these in which `better` is ahead.
         seeds: Number of seeds that have a pair.
+        wanted: Number of seeds of the experiment.
         difference: Mean over seeds of its mean lead over the grid points, above 0 if it is ahead; None without pairs.
         p: Two-sided p value of a t test of the seeds' mean leads, by Holm's method for the pairs of all claims; equal
             ones count once. Grid points of one seed share its data and initial weights, so they are one value.
@@ -341,6 +342,7 @@ class Pair:
     pairs: int
     wins: int
     seeds: int
+    wanted: int
     difference: float | None
     p: float | None
     left: int
@@ -402,6 +404,7 @@ def check_claims(
                     pairs=len(leads),
                     wins=sum(lead > 0 for lead in leads.values()),
                     seeds=len(means),
+                    wanted=wanted,
                     difference=statistics.mean(means) if means else None,
                     p=None if missing else paired_p(means),
                     left=missing,

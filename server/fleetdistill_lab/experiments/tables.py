@@ -96,8 +96,7 @@ def model_table(lines: Sequence[Line], title: str, *, with_p: bool = True) -> Ta
     rows = [
         (
             line.name,
-            (format_value(line.accuracy, line.accuracy_spread, "percent") or "not scored")
-            + (f" ({line.seeds} of {line.wanted} seeds)" if line.seeds < line.wanted else ""),
+            (format_value(line.accuracy, line.accuracy_spread, "percent") or "not scored") + _seeds_text(line),
             format_value(line.difference, line.difference_spread, "percent", "+"),
             *[_p_text(line.p)] * with_p,
             format_value(line.own_accuracy, line.own_accuracy_spread, "percent") or "not scored",
@@ -110,6 +109,10 @@ def model_table(lines: Sequence[Line], title: str, *, with_p: bool = True) -> Ta
         for line in lines
     ]
     return Table(title, header, rows)
+
+
+def _seeds_text(of: Line | Pair) -> str:
+    return f" ({of.seeds} of {of.wanted} seeds)" if 0 < of.seeds < of.wanted else ""
 
 
 def _p_text(p: float | None) -> str:
@@ -236,7 +239,7 @@ def claim_table(text: str, metric: str, pairs: Sequence[Pair]) -> Table:
     rows = [
         (
             f"{pair.better} > {pair.worse}",
-            format_value(pair.difference, None, unit, "+") if unit != "bytes" else "",
+            format_value(pair.difference, None, unit, "+") + _seeds_text(pair) if unit != "bytes" else "",
             f"{pair.wins} of {pair.pairs}",
             _p_text(pair.p),
             pair.verdict,
