@@ -303,6 +303,34 @@ def test_misspelt_key_of_a_file_has_a_suggestion(old: str, new: str, sentence: s
     assert sentence in str(caught.value)
 
 
+def refused(folder: Path, text: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        read_experiment(write(folder, text))
+    return str(caught.value)
+
+
+def test_all_problems_of_a_file_are_told_at_once(tmp_path: Path) -> None:
+    """First those of its keys, then those of its names and settings, each once for the two methods that have it."""
+    keys = TEXT.replace("[grid]", "[grd]").replace('"0-1"', '"1-0"').replace("settings = { mu", "setting = { mu")
+    said = refused(tmp_path, keys.replace("[[claims]]", "[[claims]]\nat = 1"))
+    parts = ["three.toml: seeds is '1-0'", "grd: unknown key 'grd'", "methods.fedprox.setting: unknown", "claims.0"]
+    assert [part in said for part in parts] == [True] * 4
+    assert said.count("three.toml") == 1
+    values = TEXT.replace("devices = 3", "devises = 3\nalhpa = 1\nquorum = 'x'").replace(
+        'order = ["fedprox"', 'order = ["x"'
+    )
+    said = refused(tmp_path, values.replace('"accuracy", "rounds', '"acuracy", "rounds').replace("mu = 0.5", "mu = -1"))
+    parts = ["metric 'acuracy'", "label of a method 'x'", "'devises'", "'alhpa'", "quorum is 'x'"]
+    assert [said.count(part) for part in parts] == [1] * 5
+    said = refused(tmp_path, TEXT.replace("mu = 0.5", "mu = -1").replace("[0.1, 1.0]", "[0.1, 0]"))
+    assert said.count("mu must be >= 0") == said.count("alpha is 0.0") == 1
+    assert "fedprox, alpha 0.1, all: [method] mu must be >= 0" in said
+
+
+def test_problem_of_a_value_is_told_once(tmp_path: Path) -> None:
+    assert refused(tmp_path, TEXT.replace("alpha = [0.1, 1.0]", "alpha = 0.1", 1)).count("grid.alpha") == 1
+
+
 def test_unknown_names_list_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"unknown scale 'large'.*paper, small"):
         read_experiment(write(tmp_path), "large")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.methods import config_class
@@ -62,6 +63,16 @@ def parse_seeds(text: str) -> list[int]:
         seeds += range(int(first), int(last or first) + 1)
     if not seeds or len(set(seeds)) < len(seeds):
         raise ConfigurationError(f"seeds is {text!r}; each seed must occur once, and a range must not be empty")
+    return seeds
+
+
+def _read_seeds(given: Any) -> Any:
+    try:
+        seeds = parse_seeds(given) if isinstance(given, str) else given
+    except ConfigurationError as error:
+        raise ValueError(error) from error
+    if isinstance(seeds, list) and any(seeds.count(seed) > 1 for seed in seeds):
+        raise ValueError(f"seeds is {seeds}; each seed must occur once")
     return seeds
 
 
@@ -122,9 +133,7 @@ class _File(_Part):
     title: str = ""
     source: str = ""
     note: str = ""
-    seeds: Annotated[
-        tuple[int, ...], BeforeValidator(lambda given: parse_seeds(given) if isinstance(given, str) else given)
-    ]
+    seeds: Annotated[tuple[int, ...], BeforeValidator(_read_seeds)]
     metrics: list[str] = ["accuracy", "own_accuracy", "trained", "own_trained"]
     reference: str = ""
     target: Target | None = None
@@ -234,18 +243,17 @@ class Experiment:
         if self.tune is None:
             return []
         key, changes = _full(self.tune.setting), dict(_VALIDATION)
-        return [
-            (
-                value,
-                replace(
-                    self._cell(label, point, self.seeds[0], {**changes, key: value}),
-                    tried=f"{self.tune.setting} = {value}",
-                ),
-            )
+        tries = [
+            (label, point, value)
             for point in self.points
             for label in self.methods
             if self._is_tuned(label)
             for value in self.tune.values
+        ]
+        cells = self._cells((label, point, self.seeds[0], {**changes, key: value}) for label, point, value in tries)
+        return [
+            (value, replace(cell, tried=f"{self.tune.setting} = {value}"))
+            for (_, _, value), cell in zip(tries, cells, strict=True)
         ]
 
     def _is_tuned(self, label: str) -> bool:
@@ -264,14 +272,24 @@ class Experiment:
         Raises:
             ConfigurationError: A method, a setting or a label is unknown, or a setting is out of range.
         """
-        self.check_names()
         key, chosen = "" if self.tune is None else _full(self.tune.setting), tuned or {}
-        return [
-            self._cell(label, point, seed, {key: chosen[label, point]} if (label, point) in chosen else {})
+        return self._cells(
+            (label, point, seed, {key: chosen[label, point]} if (label, point) in chosen else {})
             for point in self.points
             for seed in self.seeds
             for label in self.methods
-        ]
+        )
+
+    def _cells(self, wanted: Iterable[tuple[str, str, int, Mapping[str, Any]]]) -> list[Cell]:
+        """Returns cells, given the arguments of `_cell`; raises ConfigurationError with all that is wrong."""
+        problems, result = dict.fromkeys(self._wrong_names(), ""), []
+        for label, point, seed, changes in wanted:
+            try:
+                result.append(self._cell(label, point, seed, changes))
+            except (ConfigurationError, DataError) as error:
+                problems.setdefault(str(error), f"{join_names(label, point)}: ")
+        _refuse(where + said for said, where in problems.items())
+        return result
 
     def _settings_of(self, label: str) -> set[str]:
         """Returns the names of the settings of a label's method."""
@@ -302,15 +320,18 @@ class Experiment:
             given = {key: value for key, value in merged.items() if value is not None}
             sections[name] = absolute_paths(name, given, self.folder)
         sections = {name: values for name, values in sections.items() if values}
-        try:
-            checked = {name: check_section("", name, values) for name, values in sections.items()}
-            simulation = merge_settings(None, checked)
-            check_settings(simulation)
-            own = {**of_point["simulation"], **entry.simulation}
-            # A setting of [simulation] may be for some of the grid's partitions only.
-            check_used(simulation.partition_path, own if self._partitions_vary else sections["simulation"])
-        except (ConfigurationError, DataError) as error:
-            raise ConfigurationError(f"{join_names(label, point)}: {error}") from error
+        checked, problems = {}, []
+        for name, values in sections.items():
+            try:
+                checked[name] = check_section("", name, values)
+            except (ConfigurationError, DataError) as error:
+                problems.append(str(error))
+        _refuse(problems)
+        simulation = merge_settings(None, checked)
+        check_settings(simulation)
+        own = {**of_point["simulation"], **entry.simulation}
+        # A setting of [simulation] may be for some of the grid's partitions only.
+        check_used(simulation.partition_path, own if self._partitions_vary else sections["simulation"])
         return Cell(label, point, simulation, sections, f"{method}-{_digest(simulation)}")
 
     @property
@@ -320,32 +341,42 @@ class Experiment:
 
     def check_names(self) -> None:
         """Raises ConfigurationError for labels, metrics, points and settings that do not exist."""
-        settings = {name for label in self.methods for name in self._settings_of(label)}
+        _refuse(self._wrong_names())
+
+    def _wrong_names(self) -> Iterator[str]:
+        methods = {entry.method or label: label for label, entry in self.methods.items()}
+        settings, all_known = set[str](), True
+        for label in methods.values():
+            try:
+                settings |= self._settings_of(label)
+            except ConfigurationError as error:
+                all_known = False
+                yield str(error)
         keys = [key for points in self.grid.values() for of in points.values() for key in of]
         for key in (*keys, *([_full(self.tune.setting)] if self.tune else [])):
             if key.partition(".")[0] not in SECTIONS:
-                raise ConfigurationError(f"{key}: {unknown_name('section', key.partition('.')[0], SECTIONS)}")
+                yield f"{key}: {unknown_name('section', key.partition('.')[0], SECTIONS)}"
         given = [
             *self.sections.get("method", {}),
             *(key.partition(".")[2] for key in keys if key.startswith("method.")),
         ]
         for name in given:
-            if name not in settings:
-                raise ConfigurationError(f"method.{name}: none of {', '.join(self._methods())} has this setting")
+            if all_known and name not in settings:
+                yield f"method.{name}: none of {', '.join(methods)} has this setting"
         tuned = [self.tune.metric] if self.tune else []
         for metric in (*self.metrics, *tuned, *self.printed, *(claim.metric for claim in self.claims if claim.metric)):
             if metric not in METRICS:
-                raise ConfigurationError(unknown_name("metric", metric, METRICS))
-            if METRICS[metric].needs_target and self.target is None:
-                raise ConfigurationError(f"metric {metric} needs a [target] with metric and level")
+                yield unknown_name("metric", metric, METRICS)
+            elif METRICS[metric].needs_target and self.target is None:
+                yield f"metric {metric} needs a [target] with metric and level"
         labels = [self.reference or next(iter(self.methods)), *(name for claim in self.claims for name in claim.order)]
         for label in (*labels, *(label for of in self.printed.values() for label in of)):
             if label not in self.methods:
-                raise ConfigurationError(unknown_name("label of a method", label, self.methods))
+                yield unknown_name("label of a method", label, self.methods)
         points = [point for of in self.printed.values() for values in of.values() for point in values]
         for point in (*points, *(point for claim in self.claims for point in claim.at)):
             if point not in self.points:
-                raise ConfigurationError(unknown_name("grid point", point, self.points))
+                yield unknown_name("grid point", point, self.points)
 
     def differing_defaults(self) -> list[str]:
         """Returns a sentence if the default learning rates or weight decays of methods differ and are not set."""
@@ -418,8 +449,11 @@ class Experiment:
         claims = [claim.model_copy(update={"at": at}) for claim, at in kept if at or not claim.at]
         return replace(self, printed=here, printed_elsewhere=elsewhere, claims=claims)
 
-    def _methods(self) -> list[str]:
-        return list(dict.fromkeys(entry.method or label for label, entry in self.methods.items()))
+
+def _refuse(problems: Iterable[str]) -> None:
+    """Raises ConfigurationError with all problems, each once, if there are any."""
+    if found := list(dict.fromkeys(problems)):
+        raise ConfigurationError("; ".join(found))
 
 
 def join_names(*names: str) -> str:
@@ -501,16 +535,9 @@ def _make(file: Path, contents: Mapping[str, Any], scale: str) -> Experiment:
     try:
         read = _File.model_validate(contents)
     except ValidationError as error:
-        first = min(
-            error.errors(), key=lambda found: found["type"] != "extra_forbidden"
-        )  # a misspelt key is missing, too
-        where, said = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            known = _KEYS[first["loc"][0]] if len(first["loc"]) > 1 else [*_File.model_fields, "scales"]
-            said = unknown_name("key", first["loc"][-1], known)
-        raise ConfigurationError(f"{file}: {where}: {said}") from error
-    if len(set(read.seeds)) < len(read.seeds):
-        raise ConfigurationError(f"{file}: seeds is {list(read.seeds)}; each seed must occur once")
+        found = {_where(one): one for one in reversed(error.errors())}  # of each place the first one
+        said = "; ".join(_in_words(*item) for item in reversed(found.items()))
+        raise ConfigurationError(f"{file}: {said}") from error
     modules = read.simulation.get("modules")
     if isinstance(modules, list) and all(isinstance(module, str) for module in modules):  # else a later check says so
         import_modules(modules, f"{file}: [simulation] modules")
@@ -533,6 +560,20 @@ def _make(file: Path, contents: Mapping[str, Any], scale: str) -> Experiment:
         folder=file.parent,
         is_file=True,
     )
+
+
+def _where(error: ErrorDetails) -> str:
+    """Returns a place of a file, without what Pydantic appends for the branches of a union."""
+    return ".".join(part for part in map(str, error["loc"]) if not part.startswith(("list[", "dict[")))
+
+
+def _in_words(where: str, error: ErrorDetails) -> str:
+    """Returns what is wrong at a place of a file."""
+    if error["type"] != "extra_forbidden":
+        said = error["msg"].removeprefix("Value error, ")
+        return said if said.startswith(f"{where} is ") else f"{where}: {said}"
+    known = _KEYS[error["loc"][0]] if len(error["loc"]) > 1 else [*_File.model_fields, "scales"]
+    return f"{where}: {unknown_name('key', str(error['loc'][-1]), known)}"
 
 
 def _points(axis: str, points: Sequence[Any] | Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -171,17 +171,22 @@ def check_section(where: str, section: str, values: Mapping[str, Any]) -> dict[s
         field.name: field.type for field in dataclasses.fields(_SECTIONS[section]) if field.name not in _OTHER_SECTIONS
     }
     module = vars(sys.modules[_SECTIONS[section].__module__])
-    checked: dict[str, Any] = {}
+    checked, problems = dict[str, Any](), list[str]()
     for key, value in values.items():
         if key not in types:
-            raise ConfigurationError(f"{where}[{section}] {unknown_name('setting', key, types)}")
-        if key == "traces":
+            problems.append(f"{where}[{section}] {unknown_name('setting', key, types)}")
+        elif key == "traces":
             checked[key] = read_traces(str(value))
         elif key == "dataset":
             checked[key] = str(value)
         else:
             kind = get_type_hints(type("Field", (), {"__annotations__": {key: types[key]}}), module)[key]
-            checked[key] = _typed(f"{where}[{section}] {key}", value, kind)
+            try:
+                checked[key] = _typed(f"{where}[{section}] {key}", value, kind)
+            except ConfigurationError as error:
+                problems.append(str(error))
+    if problems:
+        raise ConfigurationError("; ".join(problems))
     return checked
 
 
