@@ -164,7 +164,8 @@ def test_differing_networks_are_said_once(tmp_path: Path, failing: list[str]) ->
 def test_failed_run_is_an_error(tmp_path: Path, failing: list[str]) -> None:
     said = call(tmp_path / "out", "--method", "fedavg", *failing)
     assert said.exit_code == 1
-    assert said.stderr.startswith("1 run; a line follows when one ends\n")
+    control = "A control is missing: training alone; add --method no_transfer.\n"
+    assert said.stderr.startswith(f"{control}1 run; a line follows when one ends\n")
     assert "error: 1 run failed; the same command tries again. First: fedavg, seed 0: femnist-digits" in said.stderr
 
 

@@ -586,13 +586,14 @@ def test_page_stands_alone_and_says_what_is_missing(tmp_path: Path) -> None:
     said = call("run", str(tmp_path / "tiny.toml"), "--out", str(out), "--workers", "2")
     assert said.exit_code == 0, said.output
     assert "(source: 61.5)" in said.stdout
+    assert said.stderr.index("A control is missing: training alone") < said.stderr.index("1 of 4: ")
     report = out / "report"
     page = _References()
     page.feed((report / "index.html").read_text())
     assert all(reference.startswith(("#", "data:")) for reference in page.loaded), "everything is in the page"
     for text in (
         "Tiny <grid>",
-        "A control is missing: training alone.",
+        "A control is missing: training alone; add [methods.no_transfer].",
         "2 seeds and 1 comparison a metric",
         "FedProx > FedAvg",
         "one lead a seed, its mean over the grid points",

@@ -196,7 +196,7 @@ def _duration(seconds: float) -> str:
 
 def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     from fleetdistill_lab.experiments.figures import draw_lines, save_figure
-    from fleetdistill_lab.experiments.page import CONTROLS, missing_controls, power_lines
+    from fleetdistill_lab.experiments.page import power_lines
     from fleetdistill_lab.experiments.results import open_results
     from fleetdistill_lab.experiments.summary import lines_of
     from fleetdistill_lab.experiments.tables import fit, model_table, rich_table, save_csv
@@ -222,12 +222,11 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     )
     save_csv(rows, out / "compare.csv")
     save_figure(draw_lines(lines, textwrap.fill(title, _TITLE_WIDTH)), out, "compare", ("png",))
-    missing = missing_controls(list(experiment.methods))
     facts = {
         "partition": first.partition_path,
         "devices": devices,
         "seeds": list(experiment.seeds),
-        "controls_missing": missing,
+        "controls_missing": experiment.missing_controls(),
     }
     view = View({"models": [asdict(line) for line in lines]}, facts)
     said = [
@@ -237,7 +236,6 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
         *experiment.cautions(),
         *devices_lines(lines, devices),
         *left_out,
-        *(f"A control is missing: {CONTROLS[name]}; add --method {name}." for name in missing),
         f"{out}/: compare.csv, compare.png, results.sqlite, parquet/, and runs/ with a folder for each run",
     ]
     shown = fit(model_table(lines, title), open_console().width)

@@ -45,6 +45,11 @@ Sections = Mapping[str, Mapping[str, Any]]
 SECTIONS = ("simulation", "partition", "fleet", "method")
 _VALIDATION = {"simulation.test_part": "local_split", "simulation.test_limit": None, "simulation.score_rows": None}
 """Changes of settings for runs that are scored on held-out training rows; the limits are about other rows."""
+_CONTROLS: Mapping[str, str] = {
+    "fedavg": "FedAvg, the weighted mean of the models",
+    "no_transfer": "training alone",
+}
+"""Methods without which a comparison says little."""
 SCALE = "paper"
 """The scale of a file's settings outside [scales]."""
 
@@ -428,8 +433,17 @@ class Experiment:
         return [f"Rates: {'; '.join(of)}."] if of else []
 
     def cautions(self) -> list[str]:
-        """Returns sentences about what differs between methods that a reader may take for equal."""
-        return [*self.differing_defaults(), *self.differing_networks()]
+        """Returns sentences about what a reader may take for equal or for there: defaults, networks and controls."""
+        how = "[methods.{}]" if self.is_file else "--method {}"
+        missing = [
+            f"A control is missing: {_CONTROLS[name]}; add {how.format(name)}." for name in self.missing_controls()
+        ]
+        return [*self.differing_defaults(), *self.differing_networks(), *missing]
+
+    def missing_controls(self) -> list[str]:
+        """Returns the names of controls that are not among the methods."""
+        methods = {entry.method or label for label, entry in self.methods.items()}
+        return [name for name in _CONTROLS if name not in methods]
 
     def without_other_points(self, others: Iterable[str]) -> Experiment:
         """Returns a copy without claims about grid points of another scale only, whose printed values are apart."""

@@ -49,14 +49,9 @@ from fleetdistill_server.texts import counted, readable_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["CONTROLS", "Written", "missing_controls", "power_lines", "write_report"]
+__all__ = ["Written", "power_lines", "write_report"]
 
 _MANY_SEEDS = 5
-CONTROLS: Mapping[str, str] = {
-    "fedavg": "FedAvg, the weighted mean of the models",
-    "no_transfer": "training alone",
-}
-"""Methods without which a comparison says little."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +82,6 @@ class _Section:
     tables: list[Table] = field(default_factory=list)
     figures: list[_Picture] = field(default_factory=list)
     folded: bool = False
-
-
-def missing_controls(methods: Sequence[str]) -> list[str]:
-    """Returns the names of controls that are not among the methods."""
-    return [name for name in CONTROLS if name not in methods]
 
 
 class _Writer:
@@ -154,7 +144,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
             + ", ".join(f"{count} {status}" for status, count in by_status.items()),
             source=experiment.source,
             note=experiment.note,
-            warnings=[*experiment.cautions(), *warnings],
+            warnings=warnings,
             sections=[section for section in sections if section.tables or section.figures],
             definition=next(iter(results.database["experiment"].rows))["definition"],
         ),
@@ -174,9 +164,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
 
 
 def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, int]) -> list[str]:
-    methods = [entry.method or label for label, entry in experiment.methods.items()]
-    result = [f"A control is missing: {CONTROLS[name]}." for name in missing_controls(methods)]
-    result += results.clients_left_out()
+    result = [*experiment.cautions(), *results.clients_left_out()]
     reference = experiment.reference or next(iter(experiment.methods))
     result += power_lines(len(experiment.seeds), comparisons(results.run_names(), reference))
     result += _edge_lines(experiment, results)
