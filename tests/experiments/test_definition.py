@@ -380,11 +380,32 @@ def test_missing_controls_are_named_with_a_remedy() -> None:
 def test_rates_are_said_to_be_defaults_set_or_tuned() -> None:
     usual = of_methods("no_transfer", "fedavg")
     assert usual.rates() == ["Rates: defaults, not tuned."]
-    assert of_methods("no_transfer", "fedavg", learning_rate=0.1).rates() == ["Rates: set in the file, not tuned."]
+    assert of_methods("no_transfer", "fedavg", learning_rate=0.1).rates() == ["Rates: set, not tuned."]
     one = {"fedavg": MethodEntry(settings={"learning_rate": 0.1}), "no_transfer": MethodEntry()}
     (said,) = replace(usual, methods=one).rates()
-    assert said == "Rates: set in the file, not tuned (fedavg); defaults, not tuned (no_transfer)."
+    assert said == "Rates: set, not tuned (fedavg); defaults, not tuned (no_transfer)."
     assert replace(usual, tune=Tune(setting="method.learning_rate", values=[0.1, 0.2])).rates() == ["Rates: tuned."]
+
+
+def test_notes_name_settings_that_are_not_the_defaults() -> None:
+    assert of_methods("fedavg", "fedprox", momentum=0.9).changed_settings() == [], "the default"
+    fewer = of_methods("no_transfer", "fedavg", "fedprox", momentum=0.5)
+    assert fewer.changed_settings() == ["Not the defaults: all methods: momentum = 0.5."]
+    of_one = {"fedavg": MethodEntry(), "FedProx": MethodEntry(method="fedprox", settings={"mu": 1.0})}
+    assert replace(fewer, methods=of_one, sections={}).changed_settings() == ["Not the defaults: FedProx: mu = 1.0."]
+    point = {"mu": {"1": {"method.mu": 1.0}}}
+    assert replace(of_methods("fedavg", "fedprox"), grid=point).changed_settings() == [], "the grid has it"
+
+
+def test_notes_name_bounded_methods_and_headers_alone() -> None:
+    both = of_methods("no_transfer", "fedavg")
+    (said,) = both.bounds()
+    assert said.startswith("robust is on with fedavg: ")
+    assert said.endswith("For plain means, give compare --set method.robust=off.")
+    assert 'set robust = "off" in [method]' in replace(both, is_file=True).bounds()[0]
+    assert replace(both, sections={"method": {"robust": "off"}}).bounds() == []
+    assert both.notes()[-1].startswith("Bytes are of tensors and the headers of messages; no_transfer has headers only")
+    assert not any("Bytes" in note for note in of_methods("fedavg", "fedprox").notes())
 
 
 def test_networks_that_differ_are_named_with_a_remedy() -> None:

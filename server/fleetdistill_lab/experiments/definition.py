@@ -25,6 +25,9 @@ from fleetdistill_lab.simulation.options import absolute_paths, check_section, m
 from fleetdistill_lab.simulation.spec.plan import DIGITS_MODELS, RESNET_MODELS, models_in_words
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.section import read_toml
+from fleetdistill_server.methods import server_class
+from fleetdistill_server.methods.averaging import OFF
+from fleetdistill_server.methods.traffic import Sizes
 
 __all__ = [
     "SCALE",
@@ -385,7 +388,7 @@ class Experiment:
 
     def differing_defaults(self) -> list[str]:
         """Returns a sentence if the default learning rates or weight decays of methods differ and are not set."""
-        cells = [cell for cell in replace(self, seeds=self.seeds[:1]).cells() if cell.point == next(iter(self.points))]
+        cells = self._first_cells()
         tuned, found = "" if self.tune is None else _full(self.tune.setting), dict[str, str]()
         for name in ("learning_rate", "weight_decay"):
             labels: dict[float, list[str]] = {}
@@ -427,10 +430,72 @@ class Experiment:
             if "learning_rate" in self._settings_of(cell.label):
                 is_set = "learning_rate" in cell.sections.get("method", {})
                 is_tuned = self.tune is not None and self.tune.setting == "method.learning_rate"
-                how = "tuned" if is_tuned else "set in the file, not tuned" if is_set else "defaults, not tuned"
+                how = "tuned" if is_tuned else "set, not tuned" if is_set else "defaults, not tuned"
                 found.setdefault(how, {})[cell.label] = None
         of = [how if len(found) == 1 else f"{how} ({', '.join(labels)})" for how, labels in found.items()]
         return [f"Rates: {'; '.join(of)}."] if of else []
+
+    def changed_settings(self) -> list[str]:
+        """Returns a sentence about the settings that are not a method's defaults; those of the grid have columns."""
+        columns = {key for of in self.points.values() for key in of} | (
+            {_full(self.tune.setting)} if self.tune else set()
+        )
+        found: dict[str, list[str]] = {}
+        for cell in self._first_cells():
+            defaults = {item.name: item.default for item in fields(config_class(cell.simulation.method))}
+            for name, value in cell.sections.get("method", {}).items():
+                if value != defaults.get(name) and f"method.{name}" not in columns:
+                    found.setdefault(f"{name} = {json.dumps(value)}", []).append(cell.label)
+        of_labels: dict[str, list[str]] = {}
+        for setting, labels in found.items():
+            of_labels.setdefault(self._words_of(labels), []).append(setting)
+        said = "; ".join(f"{labels}: {', '.join(settings)}" for labels, settings in of_labels.items())
+        return [f"Not the defaults: {said}."] if said else []
+
+    def bounds(self) -> list[str]:
+        """Returns a sentence about methods whose server bounds what devices far from the others send."""
+        sending = [cell for cell in self._first_cells() if cell.label not in self.silent()]
+        bounded = [cell.label for cell in sending if getattr(cell.simulation.configuration(), "robust", OFF) != OFF]
+        if not bounded:
+            return []
+        remedy = (
+            'set robust = "off" in [method] of the file' if self.is_file else "give compare --set method.robust=off"
+        )
+        return [
+            f"robust is on with {self._words_of(bounded)}: the server bounds answers far from the others', also "
+            f"of honest devices, which no method's paper does. For plain means, {remedy}."
+        ]
+
+    def silent(self) -> list[str]:
+        """Returns the labels whose devices exchange no tensors."""
+        return [
+            cell.label
+            for cell in self._first_cells()
+            if not any(
+                exchange.up or exchange.down
+                for exchange in server_class(cell.simulation.method).exchanges(cell.simulation.configuration(), Sizes())
+            )
+        ]
+
+    def headers(self) -> list[str]:
+        """Returns a sentence about bytes of methods without tensors."""
+        return [
+            f"Bytes are of tensors and the headers of messages; {_some(silent)} has headers only, with a device's "
+            "number of rows, loss and metrics."
+            for silent in [self.silent()]
+            if silent
+        ]
+
+    def notes(self) -> list[str]:
+        """Returns sentences about rates, settings and bytes of the methods, for below the tables."""
+        return [*self.rates(), *self.changed_settings(), *self.bounds(), *self.headers()]
+
+    def _first_cells(self) -> list[Cell]:
+        cells = replace(self, seeds=self.seeds[:1]).cells()
+        return [cell for cell in cells if cell.point == next(iter(self.points))]
+
+    def _words_of(self, labels: Sequence[str]) -> str:
+        return "all methods" if len(labels) == len(self.methods) > 1 else _some(labels)
 
     def cautions(self) -> list[str]:
         """Returns sentences about what a reader may take for equal or for there: defaults, networks and controls."""

@@ -156,7 +156,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
         [
             *model_lines(experiment),
             *source_lines(experiment),
-            *experiment.rates(),
+            *experiment.notes(),
             *tuning_lines(experiment, results),
             *warnings,
         ],
@@ -246,12 +246,13 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         "a two-sided paired t test, adjusted by Holm's method for all methods and grid points of the table; those "
         "that share their runs count once. The best mean of a grid point whose runs have all finished is bold."
     ]
-    lines += [*model_lines(experiment), *source_lines(experiment), *experiment.rates()]
+    lines += [*model_lines(experiment), *source_lines(experiment)]
+    captions = [*lines, *experiment.rates()]
     runs, names = results.runs(), results.run_names()
     ks = {runs[cell.run].settings["simulation"].get("top_k") for cell in results.cells() if cell.run in runs}
     with_k = functools.partial(_with_k, ks)
     source = "in the source" if experiment.scale == SCALE else "in the source, at its scale"
-    tables, short = _Section("Results", lines), list[Table]()
+    tables, short = _Section("Results", [*lines, *experiment.notes()]), list[Table]()
     for metric in experiment.metrics:
         summaries = summarize(
             results.values(metric),
@@ -265,8 +266,8 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         printed = experiment.printed.get(metric, {})
         table = with_k(summary_table(metric, summaries, reference, printed, source))
         short.append(with_k(short_table(metric, summaries, printed)))
-        of_differences = () if METRICS[metric].unit == "bytes" else lines
-        tables.tables.append(writer.table(table, f"metric-{metric}", summaries, of_differences))
+        notes = experiment.headers() if METRICS[metric].unit == "bytes" else captions
+        tables.tables.append(writer.table(table, f"metric-{metric}", summaries, notes))
         if elsewhere := experiment.printed_elsewhere.get(metric):
             values = [PrintedValue(label, *item) for label, of in elsewhere.items() for item in of.items()]
             table = with_k(printed_table(metric, elsewhere))
