@@ -82,7 +82,10 @@ def test_comparison_says_its_partition_and_devices(tmp_path: Path) -> None:
         (["--method", "fedavg", "--method", "fedavg"], "each name once"),
         (["--method", "gossip"], "unknown method 'gossip'"),
         (["--method", "fedavg", "--set", "fedprox.mu=1"], "unknown section 'fedprox'"),
-        (["--method", "fedavg", "--set", "method.mu=1"], "none of fedavg has this setting"),
+        (
+            ["--method", "fedavg", "--set", "method.mu=1"],
+            "none of fedavg has this setting: unknown setting 'mu', expected",
+        ),
         (["--method", "fedavg", "--method", "fedprox", "--set", "fedprox.mu=-1"], "mu must be >= 0"),
         (["--method", "fedavg", "--set", "fedavg.nonsense=1"], "nonsense"),
         (["--method", "fedavg", "--set", "simulation.nonsense=1"], "nonsense"),
@@ -167,6 +170,40 @@ def test_failed_run_is_an_error(tmp_path: Path, failing: list[str]) -> None:
     control = "A control is missing: training alone; add --method no_transfer.\n"
     assert said.stderr.startswith(f"{control}1 run; a line follows when one ends\n")
     assert "error: 1 run failed; the same command tries again. First: fedavg, seed 0: femnist-digits" in said.stderr
+    assert said.stderr.endswith("errors.log)\n")
+
+
+BROKEN = """
+from fleetdistill import methods
+from fleetdistill.methods.fedavg.config import FedAvgConfig
+from fleetdistill.methods.fedavg.device import FedAvgDevice
+from fleetdistill_server import methods as server_methods
+from fleetdistill_server.methods.fedavg import FedAvgServer
+
+
+class BrokenServer(FedAvgServer):
+    summary = "fails"
+
+    def update(self, cohort, received):
+        raise ValueError("broken on purpose")
+
+
+methods.register("broken", FedAvgConfig, FedAvgDevice)
+server_methods.register("broken", BrokenServer)
+"""
+
+
+@pytest.mark.slow
+def test_what_has_run_is_shown_if_a_method_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    methods = ["--import", "broken", "--method", "broken", "--method", "no_transfer"]
+    with fresh_process("broken"):
+        said = call(tmp_path / "out", *methods, "--seeds", "0")
+    assert said.exit_code == 1
+    assert "ValueError: broken on purpose" in said.stderr
+    assert "no_transfer" in said.stdout
 
 
 @pytest.mark.parametrize(

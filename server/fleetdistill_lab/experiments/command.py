@@ -48,8 +48,8 @@ def compare(
         list[str] | None,
         typer.Option(
             "--set",
-            help="Any setting of `simulate`: simulation.key=value, method.key=value for all methods that have it, or "
-            "fedprox.mu=0.01 for one; repeatable.",
+            help="Any setting of `simulate`: simulation.key=value, such as simulation.rounds=10, method.key=value for "
+            "all methods that have it, or fedprox.mu=0.01 for one; repeatable.",
         ),
     ] = None,
     import_: ImportOption = None,
@@ -79,7 +79,11 @@ def compare(
         methods={name: MethodEntry(settings=dict(own.get(name, {}))) for name in method},
         sections=sections,
     )
-    _run(experiment, out, "", workers, overwrite, data_dir, "comparison")
+    try:
+        _run(experiment, out, "", workers, overwrite, data_dir, "comparison")
+    except RunError:  # some runs failed; the others are worth a table
+        _show_comparison(experiment, out, as_json)
+        raise
     _show_comparison(experiment, out, as_json)
 
 
@@ -161,7 +165,7 @@ def _run(
             return
         where = join_names(done.cell.label, done.cell.point, f"seed {done.cell.simulation.seed}", done.cell.tried)
         if done.error:
-            failed.append(f"{where}: {done.error}")
+            failed.append(f"{where}: {done.error} (its output: {out / 'runs' / done.cell.run / 'errors.log'})")
         line = f"failed: {done.error}" if done.error else f"{done.seconds:.0f} s"
         count = f"{done.finished + done.failed} of {done.total}"
         more = f"; {left}" if left and done.finished + done.failed < done.total else ""
@@ -205,7 +209,9 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
 
     with open_results(out) as results:
         rows, devices, left_out = results.models(""), results.devices(""), results.clients_left_out()
-    lines = lines_of(rows)
+    if not rows:
+        return
+    lines = lines_of(rows, next(iter(experiment.methods)), len(experiment.seeds))
     first = experiment.cells()[0].simulation
     rounds = "rounds by method" if first.rounds is None else counted(first.rounds, "round")
     named = [name for name in ("alpha", "classes_per_device") if name in partition_parameters(first.partition_path)]

@@ -370,7 +370,8 @@ class Experiment:
         ]
         for name in given:
             if all_known and name not in settings:
-                yield f"method.{name}: none of {', '.join(methods)} has this setting"
+                of = f"method.{name}: none of {', '.join(methods)} has this setting"
+                yield f"{of}: {unknown_name('setting', name, sorted(settings))}"
         tuned = [self.tune.metric] if self.tune else []
         for metric in (*self.metrics, *tuned, *self.printed, *(claim.metric for claim in self.claims if claim.metric)):
             if metric not in METRICS:
@@ -471,10 +472,8 @@ class Experiment:
         return [
             cell.label
             for cell in self._first_cells()
-            if not any(
-                exchange.up or exchange.down
-                for exchange in server_class(cell.simulation.method).exchanges(cell.simulation.configuration(), Sizes())
-            )
+            for config in [cell.simulation.configuration()]
+            if not any(one.up or one.down for one in server_class(cell.simulation.method).exchanges(config, Sizes()))
         ]
 
     def headers(self) -> list[str]:
