@@ -393,6 +393,10 @@ def test_notes_name_settings_that_are_not_the_defaults() -> None:
     assert fewer.changed_settings() == ["Not the defaults: all methods: momentum = 0.5."]
     of_one = {"fedavg": MethodEntry(), "FedProx": MethodEntry(method="fedprox", settings={"mu": 1.0})}
     assert replace(fewer, methods=of_one, sections={}).changed_settings() == ["Not the defaults: FedProx: mu = 1.0."]
+    many = of_methods("fedavg", "fedprox", "fedmax", "moon", "fedbn", "feddkc", momentum=0.5, mu=3.0)
+    assert many.changed_settings() == ["Not the defaults: all methods: momentum = 0.5; fedprox and moon: mu = 3.0."]
+    (said,) = replace(many, sections={"method": {"weighting": "uniform"}}).changed_settings()
+    assert said == 'Not the defaults: all but fedbn and feddkc: weighting = "uniform".'
     point = {"mu": {"1": {"method.mu": 1.0}}}
     assert replace(of_methods("fedavg", "fedprox"), grid=point).changed_settings() == [], "the grid has it"
 

@@ -494,7 +494,10 @@ class Experiment:
         return [cell for cell in cells if cell.point == next(iter(self.points))]
 
     def _words_of(self, labels: Sequence[str]) -> str:
-        return "all methods" if len(labels) == len(self.methods) > 1 else _some(labels)
+        others = [label for label in self.methods if label not in labels]
+        if len(labels) == 1 or (others and len(labels) <= 3):
+            return _some(labels)
+        return f"all but {_some(others)}" if others else "all methods"
 
     def cautions(self) -> list[str]:
         """Returns sentences about what a reader may take for equal or for there: defaults, networks and controls."""
