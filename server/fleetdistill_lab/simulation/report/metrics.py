@@ -2,6 +2,9 @@
 
 Suffixes name axes: `k` device models, `j` test sets (set j belongs to device j), `c` classes. T is the union of all
 test sets.
+
+torchmetrics computes from predictions; what is kept of a run are counts, also of classes in a device's mix, which are
+no predictions of anything.
 """
 
 from __future__ import annotations
