@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -89,6 +90,31 @@ def test_fedmd_starts_on_the_proxy_labels(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(half, "proxy_loss", noting(seen, "consensus", half.proxy_loss))
     play(server, members, rounds=2)
     assert seen == ["labels", "labels", "consensus", "consensus"]
+
+
+def test_fedmd_starts_once_also_a_device_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start is the labels of the proxy set and then the device's own rows; a round is consensus and own rows."""
+    server, members = proxy_fleet("fedmd")
+    play(server, {"d0": members["d0"]})
+    seen, late = list[str](), {"d1": members["d1"]}
+    half = type(late["d1"])
+    for name, what in (("proxy_labels", "labels"), ("proxy_loss", "consensus"), ("loss", "own")):
+        monkeypatch.setattr(half, name, noting(seen, what, getattr(half, name)))
+    play(server, late, completed=1)
+    assert [what for what, _ in itertools.groupby(seen)] == ["labels", "own", "consensus", "own"]
+    seen.clear()
+    again = device_of("fedmd")
+    again.load_state_dict(late["d1"].state_dict())
+    play(server, {"d1": again}, completed=2)
+    assert [what for what, _ in itertools.groupby(seen)] == ["consensus", "own"]
+
+
+def test_fedmd_does_not_start_again_without_a_consensus(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, members = proxy_fleet("fedmd")
+    play(server, members)
+    server.logits_pc = None
+    monkeypatch.delattr("fleetdistill_lab.baselines.proxy.ProxyDevice.proxy_labels")
+    play(server, members, completed=1)
 
 
 def noting(seen: list[Any], what: Any, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
+from fleetdistill.knowledge import Parts, ProxyKnowledge
 from fleetdistill.methods.base import Ask, check_choice, check_range
 from fleetdistill_lab.baselines.proxy import ProxyConfig, ProxyDevice, ProxyServer, soft_loss
 from fleetdistill_lab.baselines.shared import register
@@ -28,7 +30,7 @@ class FedMDConfig(ProxyConfig):
     """Settings of FedMD in addition to those of methods with a proxy set.
 
     Attributes:
-        start_epochs: Passes over the labelled proxy set before a device's first round, at least 1.
+        start_epochs: Passes over the labelled proxy set in a device's first round, at least 1.
         digest_loss: Loss towards the consensus: mean absolute error of logits, their mean squared error, or `kl`.
         combine: The consensus: the mean of the devices' logits, or of their probabilities.
         temperature: Temperature of `kl`, above 0.
@@ -48,14 +50,32 @@ class FedMDConfig(ProxyConfig):
 
 
 class FedMDDevice(ProxyDevice):
-    """Device half of FedMD: digests the consensus, then revisits its own rows."""
+    """Device half of FedMD: starts once, then in each round digests the consensus and revisits its own rows."""
 
     config: FedMDConfig
+    _has_started = False
+
+    def begin(self, ask: Ask) -> None:
+        if not self._has_started:
+            self.start(ask)
+        super().begin(ask)
 
     def start(self, ask: Ask) -> None:
-        """Trains on the labels of the proxy set, as long as there is no consensus."""
+        """Trains on the labels of the proxy set, then on the device's own rows."""
         loss = lambda own_bc, rows_b: functional.cross_entropy(own_bc, self.proxy_labels(rows_b))  # noqa: E731
         self.fit_proxy(ask, self.config.start_epochs, loss)
+        if ask.part("knowledge", ProxyKnowledge).valid:
+            self.fit(ask)  # without a consensus the round's own training follows at once
+
+    def end(self, ask: Ask) -> Parts:
+        self._has_started = True
+        return super().end(ask)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"has_started": self._has_started}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._has_started = bool(state["has_started"])
 
     def proxy_loss(self, own_bc: Tensor, rows_b: Tensor, logits_pc: Tensor) -> Tensor:
         if self.config.digest_loss == "mae_logits":

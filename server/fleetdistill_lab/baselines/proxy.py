@@ -60,15 +60,10 @@ class ProxyDevice(OwnModelDevice):
         """Trains on the proxy set, towards the server's logits if there are some."""
         self.proxy()  # without one, before anything is trained
         received = ask.part("knowledge", ProxyKnowledge)
-        if not received.valid:
-            self.start(ask)
-            return
-        logits_pc = self._received(received).to(self.local.torch_device)
-        loss = lambda own_bc, rows_b: self.proxy_loss(own_bc, rows_b, logits_pc)  # noqa: E731
-        self.fit_proxy(ask, self.config.proxy_epochs, loss)
-
-    def start(self, ask: Ask) -> None:
-        """Prepares the model in a round in which the server has no logits yet; by default does nothing."""
+        if received.valid:
+            logits_pc = self._received(received).to(self.local.torch_device)
+            loss = lambda own_bc, rows_b: self.proxy_loss(own_bc, rows_b, logits_pc)  # noqa: E731
+            self.fit_proxy(ask, self.config.proxy_epochs, loss)
 
     def end(self, ask: Ask) -> Parts:
         """Returns logits `[P, classes]` of the proxy set, in eval mode."""
