@@ -45,11 +45,11 @@ class _OnInputs(nn.Module):
 
 
 class OneWeight(_OnInputs):
-    """The weight w, at 0."""
+    """The weight w, at 0, or several."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: int = 1) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.zeros(1))
+        self.w = nn.Parameter(torch.zeros(weights))
 
     def predict(self, features: Tensor) -> Tensor:
         return torch.stack([self.w.expand(len(features)), -self.w.expand(len(features))], dim=1)
@@ -69,6 +69,11 @@ class SameLogits(_OnInputs):
 def one_weight(input_shape: Sequence[int] = (1,), classes: int = 2) -> OneWeight:
     """Builds the quadratic bed's model."""
     return OneWeight()
+
+
+def three_weights(input_shape: Sequence[int] = (1,), classes: int = 3) -> OneWeight:
+    """Builds a model of three weights."""
+    return OneWeight(3)
 
 
 def tiny_model(input_shape: Sequence[int] = (INPUTS,), classes: int = CLASSES) -> SplitModel:

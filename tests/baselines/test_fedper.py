@@ -135,6 +135,7 @@ def test_heads_may_differ(method: str) -> None:
 
 def test_fedper_sends_the_bytes_of_three_convolutions() -> None:
     server = small_server("fedper", extractor="m1_base")
+    assert server.sizes().model.parameters == 6_032
     (exchange,) = server.run_exchanges()
     assert exchange.nbytes("up", "float32") == exchange.nbytes("down", "float32") == 24_128
 

@@ -21,6 +21,7 @@ from fleetdistill.models.discriminators import logits_of_features
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.training.local_training import TensorData
 from fleetdistill.training.losses import distillation_loss, soft_cross_entropy
+from fleetdistill.training.model import parameter_count
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill_lab.baselines.fedftg import hard_loss, labels_by_share, mixed_teacher
 from fleetdistill_lab.baselines.fedgen import class_shares, diversity, generate
@@ -225,7 +226,9 @@ def test_fedgen_sends_the_bytes_of_the_authors_networks() -> None:
     """26,962 and 23,840 parameters; the statistics of batch-norm are 192 and 2,056 bytes."""
     name = "baselines.bed:letters_network"
     context = tiny_context(name, classes=26, input_shape=(1, 28, 28))
-    (exchange,) = server_class("fedgen")(make_config("fedgen"), context).run_exchanges()
+    server = server_class("fedgen")(make_config("fedgen"), context)
+    assert [parameter_count(module) for module in server.networks().values()] == [26_962, 23_840]
+    (exchange,) = server.run_exchanges()
     assert exchange.nbytes("up", "float32") == 107_952 + 192
     assert exchange.nbytes("down", "float32") == 203_208 + 192 + 2_056
 
@@ -351,6 +354,8 @@ def test_labels_of_fedftg_have_the_shares_of_the_counts() -> None:
     labels = labels_by_share(COUNTS.sum(0), 12, torch.Generator().manual_seed(1))
     assert labels.bincount(minlength=3).tolist() == [5, 3, 4]
     assert labels.tolist() != sorted(labels.tolist())
+    shares = labels_by_share(COUNTS.sum(0), 70, torch.Generator()).bincount(minlength=3) / 70
+    assert shares.tolist() == pytest.approx([0.428571, 0.285714, 0.285714], abs=1e-6)
 
 
 @given(counts=st.lists(st.integers(0, 10_000), min_size=1, max_size=20).filter(any), rows=st.integers(1, 300))

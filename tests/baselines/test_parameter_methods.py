@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from baselines.bed import (
@@ -23,10 +24,12 @@ from torch.testing import assert_close
 from fleetdistill.errors import ConfigurationError, ModelError, WireError
 from fleetdistill.knowledge import ModelParameters
 from fleetdistill.methods.base import Ask
+from fleetdistill.training.losses import activation_divergence, distillation_loss
+from fleetdistill.training.model import SplitModel
 from fleetdistill.training.parameters import batch_norm_names
 from fleetdistill_lab.baselines.fedprox import squared_distance
 from fleetdistill_lab.baselines.moon import contrastive_loss
-from fleetdistill_server.testing import play
+from fleetdistill_server.testing import always, play
 
 
 def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -38,6 +41,16 @@ def test_fedavg_averages_by_samples(steps: int, expected: float, monkeypatch: py
     server, members = quadratic_fleet("fedavg", monkeypatch, local_epochs=steps)
     play(server, members)
     assert weights_of(server, members)[-1] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(("weighting", "expected"), [("samples", [3.25, 4.25, 5.25]), ("uniform", [2.5, 3.5, 4.5])])
+def test_fedavg_weights_a_vector(weighting: str, expected: list[float]) -> None:
+    """(1, 2, 3) of 10 samples and (4, 5, 6) of 30."""
+    server = make_server("fedavg", "baselines.bed:three_weights", weighting=weighting)
+    sent = [{"w": np.array(row, np.float32)} for row in ([1, 2, 3], [4, 5, 6])]
+    one, other = ({"parameters": ModelParameters(parameters=weights)} for weights in sent)
+    play(server, {"d0": always(one, samples=10), "d1": always(other, samples=30)})
+    assert server.model.w.tolist() == pytest.approx(expected)
 
 
 def test_fedavg_with_uniform_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +98,45 @@ def test_without_its_term_a_method_is_fedavg(method: str, nothing: dict[str, Any
         ended.append(state_of(server.networks()["model"]))
     for name, tensor in ended[0].items():
         assert torch.equal(tensor, ended[1][name])
+
+
+P_1234 = [0.032059, 0.087144, 0.236883, 0.643914]
+"""Softmax of the activations 1, 2, 3 and 4."""
+
+
+@pytest.mark.parametrize(
+    ("form", "term", "gradient"),
+    [
+        ("a_to_u", 0.438757, [-0.079911, -0.130076, -0.116701, 0.326688]),
+        ("u_to_a_elementwise", 0.138474, [(p - 0.25) / 4 for p in P_1234]),
+    ],
+)
+def test_term_of_fedmax(form: str, term: float, gradient: list[float]) -> None:
+    """Of activations 1, 2, 3 and 4 below a last layer of zeros, whose cross-entropy is log 3."""
+    head = nn.Linear(4, CLASSES)
+    head.load_state_dict({name: torch.zeros_like(one) for name, one in head.state_dict().items()})
+    model = SplitModel({"body": nn.Identity(), "head": head}, cut="body")
+    device = make_device("fedmax", model, make_rows(0), form=form, beta=1.0)
+    activations = torch.tensor([[1.0, 2.0, 3.0, 4.0]], requires_grad=True)
+    loss = device.loss(activations, torch.tensor([0]))
+    loss.backward()
+    assert loss.item() - np.log(3) == pytest.approx(term, abs=1e-6)
+    assert activations.grad is not None
+    assert activations.grad[0].tolist() == pytest.approx(gradient, abs=1e-6)
+
+
+def test_reverse_term_of_fedmax_is_a_mean_over_numbers() -> None:
+    """KL(U || p) is 0.553895, its gradient p - U; with 512 numbers a beta of 1000 is one of 1.953125 for each row."""
+    activations = torch.tensor([[1.0, 2.0, 3.0, 4.0]], requires_grad=True)
+    whole = 4 * activation_divergence(activations, reverse_elementwise=True)
+    whole.backward()
+    assert whole.item() == pytest.approx(0.553895, abs=1e-6)
+    assert activations.grad is not None
+    assert activations.grad[0].tolist() == pytest.approx([-0.217941, -0.162856, -0.013117, 0.393914], abs=1e-6)
+    many, uniform = torch.randn(3, 512), torch.full((3, 512), 1 / 512)
+    assert_close(
+        1000 * activation_divergence(many, reverse_elementwise=True), 1.953125 * distillation_loss(many, uniform, 1.0)
+    )
 
 
 def test_first_round_of_scaffold_is_fedavg_with_equal_weights() -> None:
@@ -144,6 +196,9 @@ def test_feddyn_reaches_the_optimum_of_the_sum(monkeypatch: pytest.MonkeyPatch) 
     play(server, members, rounds=4)
     assert weights_of(server, members) == pytest.approx([1.9375, 2.0, 2.0])
     assert gradients_of(server, members) == pytest.approx([1.9375, -2.0, -0.03125])
+    play(server, members, rounds=30)
+    assert weights_of(server, members) == pytest.approx([2.0, 2.0, 2.0])
+    assert gradients_of(server, members) == pytest.approx([2.0, -2.0, 0.0], abs=1e-6)
 
 
 def gradients_of(server: Any, members: dict[str, Any]) -> list[float]:
@@ -244,12 +299,14 @@ def test_devices_without_transfer_are_alone() -> None:
 
 
 def test_fedbn_sends_the_bytes_of_the_authors_network() -> None:
-    """14,213,578 shared numbers; batch-norm has 5,632 trained ones, 5,632 statistics and 5 counters."""
+    """14,213,578 shared numbers; FedAvg adds 5,632 trained ones, 5,632 statistics and 5 counters of batch-norm."""
     server = make_server("fedbn", "baselines.bed:digits_network")
     (exchange,) = server.run_exchanges()
     assert exchange.nbytes("up", "float32") == exchange.nbytes("down", "float32") == 56_854_312
     own = [server.model.state_dict()[name] for name in server.own_tensors()]
     assert sum(tensor.numel() for tensor in own) == 5_632 + 5_632 + 5
+    (exchange,) = make_server("fedavg", "baselines.bed:digits_network").run_exchanges()
+    assert exchange.nbytes("up", "float32") == exchange.nbytes("down", "float32") == 56_899_408
 
 
 def test_a_forgotten_device_no_longer_counts(monkeypatch: pytest.MonkeyPatch) -> None:

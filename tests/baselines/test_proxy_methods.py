@@ -142,7 +142,9 @@ def logs(*probs: list[float]) -> list[list[float]]:
 def test_dsfl_sharpens_the_mean_prediction() -> None:
     server = one_row_server("dsfl")
     play(server, send(*logs([0.6, 0.3, 0.1], [0.4, 0.5, 0.1])))
-    (sharp,) = server.logits_pc.softmax(1)
+    (mean,), (sharp,) = server.config.era_temperature * server.logits_pc, server.logits_pc.softmax(1)
+    assert mean.tolist() == pytest.approx([0.5, 0.4, 0.1], abs=1e-6)
+    assert float(-(mean * mean.log()).sum()) == pytest.approx(0.943348, abs=1e-5)
     assert sharp.tolist() == pytest.approx([0.721399, 0.265388, 0.013213], abs=1e-5)
     assert float(-(sharp * sharp.log()).sum()) == pytest.approx(0.644802, abs=1e-5)
 
@@ -178,6 +180,8 @@ def test_teachers_of_feddf() -> None:
     uniform = torch.zeros(1, 3)
     assert divergence(uniform, of_logits) == pytest.approx(0.346632, abs=1e-6)
     assert divergence(uniform, of_probs) == pytest.approx(0.177470, abs=1e-6)
+    of_each = soft_loss(torch.zeros(2, 3), logits[:, 0])  # the mean of their losses, which FedDF does not offer
+    assert float(of_each) == pytest.approx(0.522287, abs=1e-6)
 
 
 def divergence(own: Tensor, teacher: Tensor) -> float:
@@ -233,6 +237,19 @@ def test_fedgems_trusts_the_devices_that_are_right() -> None:
     fused, known = fuse(logits, torch.tensor([0]))
     assert fused[0].tolist() == pytest.approx([3.538481, 0.0, 0.0], abs=1e-5)
     assert known.tolist() == [True]
+    shifted, _ = fuse(logits + torch.tensor([1.0, 0.0, 0.0])[:, None, None], torch.tensor([0]))
+    assert (shifted - fused)[0].tolist() == pytest.approx([0.846160] * 3, abs=1e-6), "the weight of the first device"
+
+
+@pytest.mark.parametrize(
+    ("logits", "entropy"), [([4.0, 0, 0], 0.177324), ([1.0, 0, 0], 0.975328), ([3.0, 0, 0], 0.366594)]
+)
+def test_weight_in_fedgems_is_one_over_the_entropy(logits: list[float], entropy: float) -> None:
+    """Next to uniform probabilities, whose entropy is log 3; a 1 more in all logits changes the mean by the weight."""
+    rows = torch.tensor([[logits], [[0.0, 0, 0]]])
+    one_more = rows + torch.tensor([1.0, 0.0])[:, None, None]
+    weight = (fuse(one_more, torch.tensor([0]))[0] - fuse(rows, torch.tensor([0]))[0])[0, 1].item()
+    assert np.log(3) * (1 - weight) / weight == pytest.approx(entropy, abs=1e-5)
 
 
 def test_row_that_no_device_gets_right_has_no_teacher() -> None:

@@ -157,6 +157,13 @@ def test_teacher_of_fedgkd_is_the_mean_of_the_last_models(
     assert len(server.state_dict()["last"]) == min(models, len(expected) + 1)
 
 
+def test_fedgkd_of_one_model_is_taught_by_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TaughtDevice, "loss", lambda half, x, y: ((half.local.model.w - x) ** 2 / 2).mean())
+    server, members = quadratic_fleet("fedgkd", monkeypatch, centres=(32.0, 32.0), learning_rate=1.0, models=1)
+    play(server, members, rounds=2)
+    assert float(members["d0"].teacher.w) == 32.0
+
+
 def test_fedgkd_of_one_model_sends_no_teacher() -> None:
     server, members = make_fleet("fedgkd", models=1)
     first, second = play(server, members, rounds=2)

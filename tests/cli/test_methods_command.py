@@ -28,6 +28,7 @@ from fleetdistill.methods.dafkd.config import DaFKDConfig
 from fleetdistill.methods.fedd2s.config import FedD2SConfig
 from fleetdistill.methods.feddkc.config import FedDKCConfig
 from fleetdistill.methods.feddkd.config import FedDKDConfig
+from fleetdistill.models import build_model
 from fleetdistill.training.model import output_shape
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill_console.commands.methods import audit_figures, compare_methods, method_row, method_tables
@@ -172,6 +173,38 @@ def test_dkd_11_bytes() -> None:
     digits = Sizes(model=Weights(14_213_578))
     assert sum(predicted("feddkd", digits, dkd_steps=10, variant="bn")) == 2 * 11 * 4 * 14_213_578
     assert sum(predicted("feddkd", Sizes(model=Weights(200_666)), dkd_steps=10)) == 17_658_608
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "expected"),
+    [
+        ("fedavg", {}, (92_584, 92_584)),
+        ("scaffold", {}, (185_168, 185_168)),
+        ("fedgkd", {"models": 5}, (92_584, 185_168)),
+        ("fedgen", {}, (92_624, 187_944)),
+        ("feddistill", {}, (93_024, 92_984)),
+        ("feddkd", {"dkd_steps": 10}, (1_018_424, 1_018_424)),
+        ("cdkt", {}, (20_000, 20_000)),
+    ],
+)
+def test_bytes_of_methods_on_the_network_m1(method: str, settings: dict[str, Any], expected: tuple[int, int]) -> None:
+    """23,146 parameters, a generator of 23,840, ten classes, and 500 rows of a proxy set."""
+    model = Weights.of(model_parameters(build_model("fedd2s_m1")))
+    sizes = Sizes(model=model, generator=Weights(23_840), classes=10, proxy_samples=500)
+    assert predicted(method, sizes, **settings) == expected
+
+
+@pytest.mark.parametrize(("rows", "classes", "nbytes"), [(5000, 16, 320_000), (1000, 10, 40_000)])
+@pytest.mark.parametrize("method", ["fedmd", "dsfl"])
+def test_bytes_of_a_proxy_sets_logits(method: str, rows: int, classes: int, nbytes: int) -> None:
+    """No row ids travel: the whole proxy set is used, in its order."""
+    assert predicted(method, Sizes(proxy_samples=rows, classes=classes)) == (nbytes, nbytes)
+
+
+@pytest.mark.parametrize(("rows", "up", "down"), [(1, 65_580, 40), (5000, 327_900_000, 200_000)])
+def test_bytes_of_fedgkts_features(rows: int, up: int, down: int) -> None:
+    ids = 8 * rows
+    assert predicted("fedgkt", Sizes(samples=rows, features=16 * 32 * 32)) == (up + ids, down + ids)
 
 
 @pytest.mark.parametrize(
