@@ -42,9 +42,8 @@ class Point:
     linked: float | None
 
 
-def linked(method: str, device: str, seed: int = 0) -> float | None:
+def linked(method: str, device: str, extractor: str, seed: int = 0) -> float | None:
     """The largest part of the rows that an attack links; None if no attack reads what the method sends."""
-    extractor = "scattering" if method in ("fedcgs", "fedpft") else "digits_extractor"
     config = run_config(
         {
             "run": {"name": "audit", "method": method},
@@ -72,7 +71,9 @@ def read_points(folder: Path, point: str) -> list[Point]:
             print(f"{label}: no results")
             continue
         try:
-            found = None if entry.settings else linked(entry.method or label, "digits_cnn_large")
+            (device,) = entry.simulation.get("models", ["digits_cnn_large"])
+            extractor = entry.simulation.get("extractor", "digits_extractor")
+            found = None if entry.settings else linked(entry.method or label, device, extractor)
         except FleetDistillError as error:
             print(f"{label}: {error}")
             found = None

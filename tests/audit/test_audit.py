@@ -60,14 +60,14 @@ def test_predictions_cannot_be_asked_about_a_row() -> None:
 
 
 def test_tensors_of_a_method_are_said_to_be_not_attacked() -> None:
-    shown = view(audit(small("fedproto", "cdkt_digits_small")))
-    assert shown.facts["unattacked"] == {"prototypes": ["features", "counts"]}
+    shown = view(audit(small("fd", "cdkt_digits_small")))
+    assert shown.facts["unattacked"] == {"classes": ["logits"], "counts": ["counts"]}
     table, *lines = tables(shown)
     assert isinstance(table, Table)
     assert next(iter(table.columns[1].cells)) == "not attacked"
     said = " ".join(map(str, lines))
-    assert "prototypes: not attacked, because" in said
-    assert "declared to contain features, counts of the device" in said
+    assert "classes: not attacked, because" in said
+    assert "declared to contain logits of the device" in said
     assert "share of" not in said.replace("class shares of", ""), "no row was attacked"
     assert "rows that stand out among" in " ".join(map(str, tables(view(audit(small("fedavg", "digits_linear"))))[1:]))
 

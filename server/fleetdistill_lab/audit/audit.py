@@ -29,6 +29,7 @@ from fleetdistill.knowledge import (
     SampleKnowledge,
     SharedStatistics,
 )
+from fleetdistill.methods import device_class
 from fleetdistill.state.state_file import unpack_state
 from fleetdistill_lab.audit.gradient_sums import by_gradient_sums
 from fleetdistill_lab.audit.knowledge import by_features, by_statistics, by_sums, class_shares
@@ -46,6 +47,7 @@ from fleetdistill_lab.audit.record import (
     gradients_of,
     sums_of,
 )
+from fleetdistill_lab.audit.tables import by_tables
 from fleetdistill_lab.simulation.checks import check_plan, check_settings
 from fleetdistill_lab.simulation.data.datasets import Dataset
 from fleetdistill_lab.simulation.links.links import run_over_memory
@@ -68,6 +70,7 @@ _ATTACKS: Mapping[type[Kind], Attack] = {
     ClassSums: by_sums,
     HeadGradient: by_gradient_sums,
     Discriminator: by_discriminator,
+    NamedTensors: by_tables,
 }
 """Attacks by the kind of part that they attack. The other kinds contain nothing about single rows to ask for."""
 
@@ -111,7 +114,7 @@ class AuditReport:
         decoys: Fewest decoys of an attacked row.
         parts: Results by part and attack; empty for a part that cannot be tested for single rows.
         unattacked: Columns that a part of tensors of the method is declared to contain, by the part's name; no attack
-            reads this kind of part.
+            reads these tensors.
         classes: How well class shares are known, at most 1; None if no part that the audit reads depends on them.
         mu: Gaussian-DP parameter of the devices' answers, or of their secure sums; None if they are not private.
         smallest_batch: Fewest rows of a gradient that a device sent; None if no device sent one.
@@ -277,10 +280,12 @@ def report(wanted: Audit, public: PublicSet, recorded: Recorded) -> AuditReport:
     sources = [(recorded.record.of(device), rows) for device, rows in own.items()]
     for one, messages in zip(recorded.sums, summed, strict=True):
         sources.append((messages, np.concatenate([own[device] for device in one.devices])))
-    attacker, result = Attacker(recorded.method, public.attacker), dict[Part, list[Scored]]()
+    attacker = Attacker(recorded.method, public.attacker, device_class(wanted.config.run.method))
+    result = dict[Part, list[Scored]]()
     for messages, members in sources:
         for part, scores in attack(messages, attacker, everything).items():
             result.setdefault(part, []).extend(_score(scores, members, everything, len(public.decoys)))
+    parts = _by_part(result, [*recorded.record.messages, *(message for messages in summed for message in messages)])
     return AuditReport(
         method=wanted.config.run.method,
         public_set=wanted.data.name,
@@ -289,16 +294,16 @@ def report(wanted: Audit, public: PublicSet, recorded: Recorded) -> AuditReport:
         trained_rows=sum(len(rows) for rows in recorded.rows.values()),
         attacked_rows=int(ends[-1]),
         decoys=int(public.decoys.labels.bincount()[everything.labels[: ends[-1]]].min()),
-        parts=_by_part(result, [*recorded.record.messages, *(message for messages in summed for message in messages)]),
+        parts=parts,
         classes=_classes(recorded),
         smallest_batch=smallest_batch(recorded.record.messages),
         mu=max_mu([messages[0] for messages in summed] or recorded.record.messages),
         sums=tuple(len(one.devices) for one in recorded.sums),
-        unattacked=_unattacked(recorded.record.messages),
+        unattacked={name: one for name, one in _tensors(recorded.record.messages).items() if not parts[name]},
     )
 
 
-def _unattacked(messages: Sequence[Message]) -> dict[str, tuple[str, ...]]:
+def _tensors(messages: Sequence[Message]) -> dict[str, tuple[str, ...]]:
     """Returns the declared columns of all parts of tensors of the method, by the part's name."""
     found = ((name, part) for message in messages for name, part in message.sent.items())
     return {name: part.columns() for name, part in found if isinstance(part, NamedTensors)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ def _weights(messages: Sequence[Message], attacker: Attacker) -> Array:
     return np.asarray(weights / total if total > 0 else np.full(len(labels), 1 / len(labels)))
 
 
-def features_of(extractor: nn.Module, inputs: Tensor) -> Array:
+def features_of(extractor: Callable[[Tensor], Tensor], inputs: Tensor) -> Array:
     """Returns an extractor's features `[n, F]` float64, in eval mode."""
     return np.asarray(extract(extractor, inputs).flatten(1).double().numpy())
 
@@ -129,12 +129,12 @@ def by_statistics(messages: Sequence[Message], attacker: Attacker, rows: Rows) -
                 if known is not None:
                     own, public = (features_of(known, item.inputs) for item in (rows, attacker.public))
                     moments = PublicMoments(public, attacker.public.labels.numpy())
-                    found = _statistics_scores(from_wire(part), _directions(part), own, rows.labels.numpy(), moments)
+                    found = statistics_scores(from_wire(part), _directions(part), own, rows.labels.numpy(), moments)
                     scores |= {(name, attack): one for attack, one in found.items()}
     return scores
 
 
-def _statistics_scores(
+def statistics_scores(
     sent: Moments, basis_qf: Array, own_nf: Array, labels_n: Array, public: PublicMoments
 ) -> dict[str, Scores]:
     attacks = ("means", "covariance", "means and covariance", "directions")
@@ -143,10 +143,11 @@ def _statistics_scores(
         of_class = labels_n == label
         if of_class.any() and label in public.means:
             by_mean = public.leaning(own_nf[of_class], mean_f, label, count)
-            by_covariance = public.alignment(own_nf[of_class], mean_f, sent.covariance)
-            both = _in_deviations(by_mean) + _in_deviations(by_covariance)
             scores["means"][of_class] = by_mean
-            scores["covariance"][of_class], scores["means and covariance"][of_class] = by_covariance, both
+            if sent.covariance.any():
+                by_covariance = public.alignment(own_nf[of_class], mean_f, sent.covariance)
+                both = _in_deviations(by_mean) + _in_deviations(by_covariance)
+                scores["covariance"][of_class], scores["means and covariance"][of_class] = by_covariance, both
             if len(basis_qf):
                 scores["directions"][of_class] = public.nearness(own_nf[of_class], mean_f, basis_qf, label)
     return {attack: found for attack, found in scores.items() if found.any()}
@@ -190,7 +191,7 @@ def sums_scores(
     if part.mu == 0:
         moments = moments_of_sums(sums_from_wire(part))
         public = PublicMoments(public_mf, public_labels_m)
-        return _statistics_scores(moments, np.zeros((0, 0)), own_nf, labels_n, public)
+        return statistics_scores(moments, np.zeros((0, 0)), own_nf, labels_n, public)
     public, own_nf = PublicMoments(unit_rows(public_mf), public_labels_m), unit_rows(own_nf)
     scores, variance = np.zeros(len(own_nf)), NoiseScale.of(float(part.mu)).sums ** 2
     for label in public.means:

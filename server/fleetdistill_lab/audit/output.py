@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NOTHING = "–"
 """Shown where a part cannot be tested for single rows; not 0, because nothing was measured."""
 _NOT_ATTACKED = "not attacked"
-"""Shown for a part of tensors of the method, which no attack reads."""
+"""Shown for tensors of the method that no attack reads."""
 _BLANK = [""] * 4
 _SHOWN = 14
 _INCHES = 0.62
@@ -84,7 +84,7 @@ def write_json(shown: View, out: Path) -> Path:
 def _unattacked(facts: dict[str, Any]) -> list[str]:
     """Returns a line for each part of tensors of the method: what it is declared to contain."""
     return [
-        f"{name}: {_NOT_ATTACKED}, because the audit has no attack on tensors of a method. They are declared to "
+        f"{name}: {_NOT_ATTACKED}, because no attack of the audit reads these tensors. They are declared to "
         f"contain {', '.join(columns) or 'no columns'} of the device, and may show its rows and class shares."
         for name, columns in facts["unattacked"].items()
     ]

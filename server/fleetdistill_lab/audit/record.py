@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fleetdistill.knowledge import ClassSums, HeadGradient, Kind, LinearHead, Parts, SecureMessage
 from fleetdistill.link.base import Link
+from fleetdistill.methods.base import DeviceMethod
 from fleetdistill.methods.classstats.exchange import REFINE
 from fleetdistill.methods.classstats_secure.encoding import gradient_of_sum
 from fleetdistill.secure.primitives import from_bytes, lift, reduce
@@ -194,10 +195,12 @@ class Attacker:
     Attributes:
         method: A new server half of the run: architectures and initial weights.
         public: Labelled rows of the same kind as the devices', of which no device has any.
+        device: The method's device half, with which the server can train a model of its own.
     """
 
     method: ServerMethod
     public: Rows
+    device: type[DeviceMethod] | None = None
     _results: dict[tuple[str, int, int], tuple[Any, object, Rows]] = field(default_factory=dict)
 
     def once(self, name: str, part: object, rows: Rows, compute: Callable[[], T]) -> T:

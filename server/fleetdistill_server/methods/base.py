@@ -329,7 +329,7 @@ class ServerMethod:
         `fleetdistill audit` attacks the features with it, so use the latest weights that the server has.
 
         Args:
-            name: Name of a feature column, or of a part with class statistics.
+            name: Name of a feature column, or of a part with class statistics or a class table.
             received: Parts of the ask that the device answers.
         """
         return None

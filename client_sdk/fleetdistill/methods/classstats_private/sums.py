@@ -16,7 +16,7 @@ import numpy as np
 from fleetdistill.knowledge import Array, ClassSums
 from fleetdistill.privacy.discrete_gaussian import Random, discrete_gaussian
 
-__all__ = ["NoiseScale", "from_wire", "unit_rows"]
+__all__ = ["NoiseScale", "RowSums", "from_wire", "unit_rows"]
 
 SHARES = (Fraction(1, 10), Fraction(3, 4), Fraction(3, 20))
 """Shares of mu squared that counts, sums and second moment take."""
