@@ -47,6 +47,14 @@ def _runs(said: str) -> list[str]:
     return [line.rpartition(":")[0] for line in said.splitlines() if " of " in line and "seed" in line]
 
 
+def test_method_has_a_second_entry_under_a_label(tmp_path: Path) -> None:
+    own = ["--set", "twice.momentum=0.5", "--set", "twice.simulation.rounds=2"]
+    said = call(tmp_path, "--method", "fedavg", "--method", "twice=fedavg", *own, "--seeds", "0", "--json")
+    assert said.exit_code == 0, said.output
+    exchanges = {model["name"]: model["exchanges"] for model in json.loads(said.stdout)["models"]}
+    assert (exchanges["fedavg global"], exchanges["twice global"]) == (1, 2)
+
+
 @pytest.mark.long
 def test_missing_controls_are_said(tmp_path: Path) -> None:
     said = call(tmp_path, "--method", "fedprox", "--seeds", "0").stdout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,7 @@ from fleetdistill_server.texts import counted
 from fleetdistill_server.views.runs import View
 
 if TYPE_CHECKING:
-    from fleetdistill_lab.experiments.definition import Experiment, Sections
+    from fleetdistill_lab.experiments.definition import Experiment
     from fleetdistill_lab.experiments.runner import Progress
 
 experiment_app = typer.Typer(no_args_is_help=True, help="Runs experiments that a file describes, and reports them.")
@@ -41,7 +41,11 @@ def compare(
         typer.Argument(help="TOML file with settings in the sections [simulation], [method], [partition], [fleet]."),
     ] = None,
     method: Annotated[
-        list[str] | None, typer.Option("--method", help="A method; repeatable. Differences are from the first one.")
+        list[str] | None,
+        typer.Option(
+            "--method",
+            help="A method, or LABEL=METHOD for another entry of it; repeatable. Differences are from the first one.",
+        ),
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, as 0-4 or 0,2,7.")] = "0-2",
     set_: Annotated[
@@ -49,7 +53,7 @@ def compare(
         typer.Option(
             "--set",
             help="Any setting of `simulate`: simulation.key=value, such as simulation.rounds=10, method.key=value for "
-            "all methods that have it, or fedprox.mu=0.01 for one; repeatable.",
+            "all methods that have it, or fedprox.mu=0.01 and fedprox.simulation.rounds=60 for one; repeatable.",
         ),
     ] = None,
     import_: ImportOption = None,
@@ -66,17 +70,19 @@ def compare(
     """
     from fleetdistill_lab.experiments.definition import Experiment, MethodEntry, parse_seeds
 
-    if not method or len(set(method)) < len(method):
+    named = [(name.partition("=")[0], name.rpartition("=")[2]) for name in method or ()]
+    methods = dict(named)
+    if not methods or len(methods) < len(named):
         raise ConfigurationError("--method must be given once for each method to compare, and each name once")
-    sections, own = _sections(config, set_ or [], method)
+    sections, own = _sections(config, set_ or [], list(methods))
     if import_:
         sections["simulation"] = {**sections.get("simulation", {}), "modules": import_}
     import_modules(sections.get("simulation", {}).get("modules", ()), "--import")
     experiment = Experiment(
         name="compare",
-        title=f"{', '.join(method)}",
+        title=f"{', '.join(methods)}",
         seeds=parse_seeds(seeds),
-        methods={name: MethodEntry(settings=dict(own.get(name, {}))) for name in method},
+        methods={label: MethodEntry(method=name, **own[label]) for label, name in methods.items()},
         sections=sections,
     )
     try:
@@ -89,8 +95,8 @@ def compare(
 
 def _sections(
     config: Path | None, texts: Sequence[str], methods: Sequence[str]
-) -> tuple[dict[str, dict[str, Any]], Sections]:
-    """Returns the settings of a file and of `--set`: by section, and those of single methods by method."""
+) -> tuple[dict[str, dict[str, Any]], Mapping[str, Mapping[str, dict[str, Any]]]]:
+    """Returns the settings of a file and of `--set`: by section, and the fields of `MethodEntry` by method."""
     from fleetdistill_lab.simulation.options import read_values
 
     known = (*methods, "simulation", "partition", "fleet", "method")
@@ -100,11 +106,11 @@ def _sections(
             raise ConfigurationError(f"--set {unknown_name('section', section, known)}")
     of_one = {name: [text for text in texts if text.partition(".")[0].strip() == name] for name in methods}
     shared = read_values(config, [text for text in texts if not any(text in of for of in of_one.values())])
-    own = {
-        name: read_values(None, [f"method.{text.partition('.')[2]}" for text in of])["method"]
-        for name, of in of_one.items()
-        if of
-    }
+    own = {}
+    for name, of in of_one.items():
+        rests = [text.partition(".")[2] for text in of]
+        given = read_values(None, [rest if rest.startswith("simulation.") else f"method.{rest}" for rest in rests])
+        own[name] = {"settings": given.get("method", {}), "simulation": given.get("simulation", {})}
     return shared, own
 
 
@@ -217,13 +223,17 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     named = [name for name in ("alpha", "classes_per_device") if name in partition_parameters(first.partition_path)]
     parameters = "".join(f"{name} {getattr(first, name):g}, " for name in named)
     networks = dict.fromkeys(row.networks.replace(",", ", ") for row in rows)
-    own = {name: entry.settings for name, entry in experiment.methods.items() if entry.settings}
+    own = {name: {**entry.settings, **entry.simulation} for name, entry in experiment.methods.items()}
     title = "; ".join(
         [
             f"{getattr(first.dataset, 'name', first.dataset)}, {counted(devices, 'device')}, {first.partition_path}, "
             f"{parameters}{rounds}, seeds {', '.join(map(str, experiment.seeds))}",
             f"networks {next(iter(networks))}" if len(networks) == 1 else "networks differ between methods",
-            *(f"{name} with {', '.join(f'{key} = {value}' for key, value in of.items())}" for name, of in own.items()),
+            *(
+                f"{name} with {', '.join(f'{key} = {value}' for key, value in of.items())}"
+                for name, of in own.items()
+                if of
+            ),
         ]
     )
     save_csv(rows, out / "compare.csv")
