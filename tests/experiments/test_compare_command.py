@@ -31,7 +31,7 @@ def test_comparison_runs_once_and_grows(tmp_path: Path) -> None:
     more = call(tmp_path, "--method", "no_transfer", "--method", "fedavg", "--seeds", "0-2", "--json", "--workers", "2")
     assert len(_runs(more.stderr)) == 4
     said = json.loads(more.stdout)
-    assert (said["seeds"], said["controls_missing"]) == ([0, 1, 2], [])
+    assert (said["seeds"], said["controls_missing"]) == ([0, 1, 2], ["tune"])
     models = {model["name"]: model for model in said["models"]}
     assert {"no_transfer", "fedavg devices", "fedavg global"} <= models.keys()
     assert models["no_transfer"]["exchanges"] == 0
@@ -175,8 +175,12 @@ def test_differing_networks_are_said_once(tmp_path: Path, failing: list[str]) ->
 def test_failed_run_is_an_error(tmp_path: Path, failing: list[str]) -> None:
     said = call(tmp_path / "out", "--method", "fedavg", *failing)
     assert said.exit_code == 1
-    control = "A control is missing: training alone; add --method no_transfer.\n"
-    assert said.stderr.startswith(f"{control}1 run; a line follows when one ends\n")
+    controls = (
+        "A control is missing: training alone; add --method no_transfer.\n"
+        "A control is missing: a learning rate that is tuned for each method; an experiment's file has it with "
+        "[tune].\n"
+    )
+    assert said.stderr.startswith(f"{controls}1 run; a line follows when one ends\n")
     assert "error: 1 run failed; the same command tries again. First: fedavg, seed 0: femnist-digits" in said.stderr
     assert said.stderr.endswith("errors.log)\n")
 

@@ -369,14 +369,6 @@ def test_defaults_that_differ_are_named_with_a_remedy() -> None:
     assert "0.02 with fedavg and no_transfer and 2 others, 0.01 with feddkc; " in many
 
 
-def test_missing_controls_are_named_with_a_remedy() -> None:
-    given = of_methods("fedprox", learning_rate=0.1)
-    assert given.missing_controls() == ["fedavg", "no_transfer"]
-    assert given.cautions()[-1] == "A control is missing: training alone; add --method no_transfer."
-    assert replace(given, is_file=True).cautions()[-1].endswith("; add [methods.no_transfer].")
-    assert of_methods("fedavg", "no_transfer").missing_controls() == []
-
-
 def test_rates_are_said_to_be_defaults_set_or_tuned() -> None:
     usual = of_methods("no_transfer", "fedavg")
     assert usual.rates() == ["Rates: defaults, not tuned."]
@@ -414,7 +406,7 @@ def test_notes_name_bounded_methods_and_headers_alone() -> None:
 
 def test_networks_that_differ_are_named_with_a_remedy() -> None:
     """Methods that average models have the largest default network on each device, others have all of them."""
-    *_, said = of_methods("fedavg", "no_transfer", "fedprox").cautions()
+    (said,) = of_methods("fedavg", "no_transfer", "fedprox").differing_networks()
     assert "fedavg and fedprox: only the largest of the default networks; " in said
     assert "no_transfer: the default networks in turn. " in said
     assert """--set 'simulation.models=["digits_mlp_large"]'""" in said

@@ -53,6 +53,9 @@ class LocalTraining:
     examples: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """A value for each setting that has no default, with which tables describe the method."""
 
+    control: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Settings that leave out what is the method's own; a comparison without such an entry says so."""
+
     local_epochs: int = 2
     batch_size: int = 32
     optimizer: str = "sgd"

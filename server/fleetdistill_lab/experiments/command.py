@@ -242,7 +242,7 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
         "partition": first.partition_path,
         "devices": devices,
         "seeds": list(experiment.seeds),
-        "controls_missing": experiment.missing_controls(),
+        "controls_missing": [control.label for control in experiment.missing_controls()],
     }
     view = View({"models": [asdict(line) for line in lines]}, facts)
     said = [

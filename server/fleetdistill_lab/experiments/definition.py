@@ -18,6 +18,7 @@ from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.methods import config_class
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.names import unknown_name
+from fleetdistill_lab.experiments.controls import Control, missing_controls
 from fleetdistill_lab.experiments.metrics import METRICS, Target
 from fleetdistill_lab.simulation.checks import check_settings, check_used
 from fleetdistill_lab.simulation.folder import FREE_TO_CHANGE, settings_as_json
@@ -48,11 +49,6 @@ Sections = Mapping[str, Mapping[str, Any]]
 SECTIONS = ("simulation", "partition", "fleet", "method")
 _VALIDATION = {"simulation.test_part": "local_split", "simulation.test_limit": None, "simulation.score_rows": None}
 """Changes of settings for runs that are scored on held-out training rows; the limits are about other rows."""
-_CONTROLS: Mapping[str, str] = {
-    "fedavg": "FedAvg, the weighted mean of the models",
-    "no_transfer": "training alone",
-}
-"""Methods without which a comparison says little."""
 SCALE = "paper"
 """The scale of a file's settings outside [scales]."""
 
@@ -501,16 +497,14 @@ class Experiment:
 
     def cautions(self) -> list[str]:
         """Returns sentences about what a reader may take for equal or for there: defaults, networks and controls."""
-        how = "[methods.{}]" if self.is_file else "--method {}"
-        missing = [
-            f"A control is missing: {_CONTROLS[name]}; add {how.format(name)}." for name in self.missing_controls()
-        ]
+        missing = [control.caution(self.is_file) for control in self.missing_controls()]
         return [*self.differing_defaults(), *self.differing_networks(), *missing]
 
-    def missing_controls(self) -> list[str]:
-        """Returns the names of controls that are not among the methods."""
-        methods = {entry.method or label for label, entry in self.methods.items()}
-        return [name for name in _CONTROLS if name not in methods]
+    def missing_controls(self) -> list[Control]:
+        """Returns the controls that the experiment lacks."""
+        is_tuned = self.tune is not None and self.tune.setting == "method.learning_rate"
+        cells = replace(self, seeds=self.seeds[:1]).cells()
+        return missing_controls([cell.simulation for cell in cells], is_tuned)
 
     def without_other_points(self, others: Iterable[str]) -> Experiment:
         """Returns a copy without claims about grid points of another scale only, whose printed values are apart."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fleetdistill.methods.base import check_choice, check_range
 from fleetdistill.methods.local import LocalTraining
@@ -57,6 +58,8 @@ class CDKTConfig(LocalTraining):
         paper: Use the paper's, or else the authors', values for all other settings: outcomes and embeddings, KL-N with
             its weights and rates, outcomes as logits, norms over the mini-batch, two forward passes and no guard.
     """
+
+    control: ClassVar[Mapping[str, Any]] = MappingProxyType({"exchange": False})
 
     batch_size: int = 20
     learning_rate: float = 0.1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods.base import (
@@ -75,6 +76,8 @@ class DaFKDConfig(LocalTraining):
             round, no guard, batch-norm statistics from generated samples, 20 local epochs, weight decay 0.001 and
             `kd_lr` 0.01.
     """
+
+    control: ClassVar[Mapping[str, Any]] = MappingProxyType({"correlation": False})
 
     local_epochs: int = 5
     optimizer: str = "adam"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -54,6 +55,7 @@ class FedDKCConfig(LocalTraining):
             E and epochs open; their defaults stay.
     """
 
+    control: ClassVar[Mapping[str, Any]] = MappingProxyType({"server_beta": 0.0})
     keeps_optimizer: ClassVar[bool] = True
 
     refinement: str = "skr"
