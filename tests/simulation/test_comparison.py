@@ -186,18 +186,30 @@ def row(name: str, **given: Any) -> ComparisonRow:
 @pytest.mark.long
 @pytest.mark.parametrize("score", ["sampled", "devices"])
 def test_devices_without_a_part_are_told_from_the_others(score: Any, tmp_path: Path) -> None:
-    """Of six devices two train. The global model is every device's, so that all six count in the control."""
+    """Of six devices two train. Only they count, in the controls too, unless the score asks for all devices."""
     wanted: dict[str, Any] = {"devices_per_round": 1, "min_devices": 1, "train_limit": 120, "test_limit": 20}
     wanted |= {"devices": 6, "rounds": 2, "models": ("digits_linear",), "seed": 1}
     report = simulate(Simulation(method="fedavg", score=score, out=tmp_path, **wanted))
     alone, devices, whole = report.comparison
-    assert (alone.devices, alone.untrained) == (6, 4)
-    assert (devices.devices, devices.untrained) == ((6, 4) if score == "devices" else (2, 0))
-    assert (whole.devices, whole.untrained) == (6, 0)
+    counts = (6, 4) if score == "devices" else (2, 0)
+    assert (alone.devices, alone.untrained) == counts
+    assert (devices.devices, devices.untrained) == counts
+    assert (whole.devices, whole.untrained) == (counts[0], 0)
+    counted = [device for device in report.devices if device.took_part or score == "devices"]
+    assert len(counted) == counts[0]
+    for name in ("alone", "fleet", "trained"):
+        for own in ("", "own_"):
+            mean = np.mean([getattr(device, f"{own}accuracy_{name}") for device in counted])
+            assert getattr(report, f"mean_{own}accuracy_{name}") == pytest.approx(mean), name
+    assert alone.accuracy == pytest.approx(report.mean_accuracy_alone)
     for row in report.comparison:
         assert row.fairness is not None
         assert sum(row.fairness.bins) == row.devices
-    assert "train alone, 4 of which never took part and have their initial models" in summary_line(report)
+    told = {
+        "devices": "train alone, 4 of which never took part and have their initial models",
+        "sampled": "the 2 devices that took part are on average",
+    }
+    assert told[score] in summary_line(report)
     assert ("the models of all devices" in scored_line(report)) == (score == "devices")
 
 

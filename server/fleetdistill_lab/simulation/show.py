@@ -121,8 +121,8 @@ def summary_line(report: FleetReport) -> str:
         return f"{report.seconds:.0f} s; {uploads}"
     gain = 100 * (report.mean_accuracy_fleet - report.mean_accuracy_alone)
     word = "better" if gain > 0 else "worse"
-    scored = sum(device.accuracy_fleet is not None for device in report.devices)
-    who = "the fleet is" if scored == len(report.devices) else f"the {scored} devices that were scored are"
+    scored = next(row.devices for row in report.comparison if row.name == ALONE)
+    who = "the fleet is" if scored == len(report.devices) else f"the {scored} devices that took part are"
     more = f" for {counted(report.control_rounds, 'round')}" if report.control_rounds != report.rounds else ""
     untrained = _untrained(report, ALONE, ", {} of which never took part and have their initial models")
     text = f"{who} on average {abs(gain):.1f} points {word} than devices that train alone{more}{untrained}"

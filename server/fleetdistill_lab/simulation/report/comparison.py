@@ -8,6 +8,7 @@ import statistics
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -126,7 +127,8 @@ class ComparisonRow:
         own_accuracy: Mean accuracy on each device's own test rows, or with classes weighted by its samples.
         bytes: Bytes from and to a device in the whole run.
         exchanges: Mean number of a device's answers that contain tensors, in the whole run.
-        devices: Number of devices that the means are over, which are those that were scored.
+        devices: Number of devices that the means are over: those that took part and were scored, or with the score
+            `devices` all that were scored.
         untrained: Number of these devices that never took part, so that their models are those of before the run, or
             what the method sends to such a device.
         fairness, own_fairness: How evenly the accuracies are spread over the devices, on all classes and on own ones;
@@ -229,7 +231,12 @@ class Candidate:
 
 
 def candidates(
-    method: str, history: FleetHistory, samples_jc: Ints, cost: Cost, top_k: FleetHistory | None = None
+    method: str,
+    history: FleetHistory,
+    samples_jc: Ints,
+    cost: Cost,
+    top_k: FleetHistory | None = None,
+    left_out: AbstractSet[str] = frozenset(),
 ) -> list[Candidate]:
     """Returns a run's device models, by variant, and its global model unless all devices have that model.
 
@@ -239,6 +246,7 @@ def candidates(
         samples_jc: As in `Candidate`.
         cost: Cost of the run.
         top_k: History of the run's top-k scores; None without them.
+        left_out: Devices on whose own classes the global model is not scored.
     """
     name = NAMES.get(method, method)
     of_devices = f"{name} devices" if method == "fedavg" else name
@@ -262,9 +270,10 @@ def candidates(
     ]
     if _has_separate_global_model(history):
         last = [] if top_k is None else [top_k.server[-1]]
-        of_own = None if own is None else [own.of_global.get(device) for device in history.devices]
+        counted = {device: row for row, device in enumerate(history.devices) if device not in left_out}
+        of_own = None if own is None else [own.of_global.get(device) for device in counted]
         kept: dict[str, Any] = {"is_global": True, "top_k": last, "own_k": of_own}
-        result.append(Candidate(f"{name} global", [history.server], samples_jc, cost, **kept))
+        result.append(Candidate(f"{name} global", [history.server], samples_jc[[*counted.values()]], cost, **kept))
     return result
 
 

@@ -57,6 +57,7 @@ def device_report(
         model=spec.model,
         parameters=parameters,
         samples=spec.rows,
+        took_part=any(history.took_part[name]),
         own_test_rows=None if history.own is None else _rows_of(spec.own_test_file),
         accuracy_alone=accuracy_or_none(last_alone),
         accuracy_fleet=accuracy_or_none(fleet),

@@ -66,7 +66,8 @@ def make_report(done: Outcome) -> FleetReport:
         )
         for row, spec in enumerate(done.specs)
     ]
-    left_out = _without_score(devices)
+    left_out = _left_out(devices, done.wanted.score)
+    counted = [device for device in devices if device.name not in left_out]
     scores = _scores(done.history, shares, done.controls, left_out)
     by_round = done.history.figures(shares)
     figures = round_figures(done.store.database, done.run)
@@ -75,14 +76,14 @@ def make_report(done: Outcome) -> FleetReport:
         completed_rounds=len(by_round),
         finished=done.finished,
         seconds=round(done.seconds, 2),
-        **_mean_accuracies(devices, scores, done.controls.alone),
-        **_scores_at_the_end(done.history, devices),
+        **_mean_accuracies(counted, scores),
+        **_scores_at_the_end(done.history, counted),
         **_fedavg_figures(done.controls.fedavg),
         scores=scores,
         figures_by_round=by_round,
         late=late_figures(by_round),
         summaries=summaries(by_round),
-        further=_mean_further(devices),
+        further=_mean_further(counted),
         bytes_by_round=done.cost.bytes_by_round,
         traffic=_total_traffic(done.store, done.run),
         **_upload_counts(done.store, done.run),
@@ -181,14 +182,9 @@ def _privacy(config: LocalTraining, devices: Sequence[DeviceReport]) -> PrivacyR
     }
 
 
-def _mean_accuracies(
-    devices: Sequence[DeviceReport], scores: Mapping[str, FleetFigures], alone: Mapping[str, Sequence[Counts | None]]
-) -> dict[str, Any]:
-    left_out = _without_score(devices)
+def _mean_accuracies(devices: Sequence[DeviceReport], scores: Mapping[str, FleetFigures]) -> dict[str, Any]:
     return {
-        "mean_accuracy_alone": _mean_where_known(
-            [_rate_of(counts[-1]) for name, counts in alone.items() if name not in left_out]
-        ),
+        "mean_accuracy_alone": _mean_where_known([device.accuracy_alone for device in devices]),
         "mean_accuracy_fleet": _mean_where_known([device.accuracy_fleet for device in devices]),
         "mean_accuracy_trained": _mean_where_known([device.accuracy_trained for device in devices]),
         "mean_own_accuracy_alone": _c_spec(scores, "alone"),
@@ -199,7 +195,7 @@ def _mean_accuracies(
 
 
 def _scores_at_the_end(history: FleetHistory, devices: Sequence[DeviceReport]) -> dict[str, Any]:
-    last = [last_matrices(history, device)[1] for device in history.devices]
+    last = [last_matrices(history, device.name)[1] for device in devices]
     of_devices = [counts for counts in last if counts is not None]
     own = [device.own_accuracy_fleet for device in devices]
     return {
@@ -211,13 +207,15 @@ def _scores_at_the_end(history: FleetHistory, devices: Sequence[DeviceReport]) -
     }
 
 
-def _without_score(devices: Sequence[DeviceReport]) -> set[str]:
-    """Returns the devices that were not scored in the fleet; empty if none was.
+def _left_out(devices: Sequence[DeviceReport], score: str) -> set[str]:
+    """Returns the devices that no mean counts, of the fleet or of a control, so that all are over the same devices.
 
-    Means of training alone leave them out too, so that both are over the same devices.
+    Devices that were not scored in the fleet, unless none was, and those that never took part, unless `score` asks for
+    the models of all devices.
     """
-    unknown = {device.name for device in devices if device.accuracy_fleet is None}
-    return unknown if len(unknown) < len(devices) else set()
+    idle = {device.name for device in devices if score != "devices" and not device.took_part}
+    unscored = {device.name for device in devices if device.accuracy_fleet is None}
+    return next((names for names in (idle | unscored, idle) if len(names) < len(devices)), set())
 
 
 def _rate_of(counts: Counts | None) -> float | None:
@@ -250,7 +248,7 @@ def _protection(store: Store, run: str, figures: Sequence[RoundFigures]) -> dict
 
 
 def _comparison(done: Outcome, shares: Ints, left_out: AbstractSet[str]) -> dict[str, Any]:
-    compared = _compare(done, shares)
+    compared = _compare(done, shares, left_out)
     return {
         "comparison": [*_alone_row(done, shares, left_out), *(item.row() for item in compared)],
         "curves": [item.curve() for item in compared],
@@ -333,7 +331,8 @@ def privacy_lines(report: FleetReport) -> list[str]:
 
 def _by_device(report: FleetReport) -> DeviceCurves:
     rounds = report.completed_rounds
-    alone = list(report.alone_accuracy_by_round.values())
+    left_out = _left_out(report.devices, report.scored["models"])
+    alone = [rates for name, rates in report.alone_accuracy_by_round.items() if name not in left_out]
     fedavg = next((curve.accuracy for curve in report.curves if curve.name == "FedAvg global"), [])
     controls = {
         "alone, mean": [_mean_where_known(rates) for rates in zip(*alone, strict=True)],
@@ -375,13 +374,13 @@ def left_out(partition_parameters: Mapping[str, Any]) -> list[str]:
     return [f"{without} of {clients} clients with {counted(rows, 'row')} have no device"] if rows else []
 
 
-def _compare(done: Outcome, samples_jc: Ints) -> list[Candidate]:
+def _compare(done: Outcome, samples_jc: Ints, left_out: AbstractSet[str]) -> list[Candidate]:
     """Returns the models of the method and, unless the method is FedAvg, of the FedAvg control."""
-    own = candidates(done.wanted.method, done.history, samples_jc, done.cost, done.top_k)
+    own = candidates(done.wanted.method, done.history, samples_jc, done.cost, done.top_k, left_out)
     fedavg = done.controls.fedavg
     if fedavg is None or done.wanted.method == "fedavg":
         return own
-    return [*own, *candidates("fedavg", fedavg.history, samples_jc, fedavg.cost, fedavg.top_k)]
+    return [*own, *candidates("fedavg", fedavg.history, samples_jc, fedavg.cost, fedavg.top_k, left_out)]
 
 
 def _alone_row(done: Outcome, samples_jc: Ints, left_out: AbstractSet[str]) -> list[ComparisonRow]:

@@ -94,6 +94,7 @@ class DeviceReport:
         model: Name of the device model.
         parameters: Number of the model's parameters.
         samples: Number of training samples.
+        took_part: Whether it trained in one of the rounds.
         own_test_rows: Number of test rows of its own; None if no device has such rows.
         accuracy_alone, own_accuracy_alone: Accuracy after local-only training; None without this control.
         accuracy_fleet, own_accuracy_fleet: Accuracy of the model that the app has at the end; before, of the model
@@ -122,6 +123,7 @@ class DeviceReport:
     model: str
     parameters: int
     samples: int
+    took_part: bool
     own_test_rows: int | None
     accuracy_alone: float | None
     accuracy_fleet: float | None
@@ -172,7 +174,8 @@ class FleetReport:
         seconds: Duration since the last start, in seconds, controls included.
         scored: What was scored.
         top_k: k of the top-k accuracies, `Simulation.top_k`; None without them.
-        mean_accuracy_alone: Mean over the devices that were scored, trained without the fleet.
+        mean_accuracy_alone: Mean over the devices that took part and were scored, or with the score `devices` over all
+            that were scored, trained without the fleet. All means are over these devices.
         mean_accuracy_fleet: Mean over the same devices, of the model that each has at the end, which with methods that
             average models is the global one; None if none was scored.
         mean_accuracy_trained: Mean over the same devices, of their models after the last own training.
