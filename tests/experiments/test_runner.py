@@ -329,6 +329,20 @@ def test_report_counts_shared_runs_of_a_grid_once(done, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.long
+@pytest.mark.pictures
+def test_page_counts_devices_that_had_not_yet_taken_part(tmp_path: Path) -> None:
+    few = {**TINY, "devices": 3, "devices_per_round": 1, "min_devices": 1, "train_limit": 90}
+    one = {"FedAvg": MethodEntry(method="fedavg")}
+    small = experiment(methods=one, seeds=[0], sections={"simulation": few})
+    run_experiment(small, tmp_path)
+    with open_results(tmp_path) as results:
+        written = write_report(small, results, tmp_path / "report")
+    said = "not yet taken part: up to 2 after round 1 and 2 in one of the last 20 rounds."
+    assert said in " ".join(written.warnings)
+    assert said in written.page.read_text()
+
+
 def test_parquet_files_equal_the_database(done) -> None:
     folder, _ = done
     with sqlite3.connect(folder / "results.sqlite") as database:

@@ -211,6 +211,9 @@ def test_devices_without_a_part_are_told_from_the_others(score: Any, tmp_path: P
     }
     assert told[score] in summary_line(report)
     assert ("the models of all devices" in scored_line(report)) == (score == "devices")
+    by_round = {"devices": [(6, 5), (6, 4)], "sampled": [(1, 0), (2, 0)]}
+    assert [tuple(of.values()) for of in report.counted_by_round] == by_round[score]
+    assert ("device takes part (5 of 6 after round 1, 5 in the last 20)" in scored_line(report)) == (score == "devices")
 
 
 def test_steps_and_exchanges_of_a_real_run(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
 
 
 def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, int]) -> list[str]:
-    result = [*experiment.cautions(), *results.clients_left_out()]
+    result = [*experiment.cautions(), *results.clients_left_out(), *results.initial_models()]
     reference = experiment.reference or next(iter(experiment.methods))
     result += power_lines(len(experiment.seeds), comparisons(results.run_names(), reference))
     result += _edge_lines(experiment, results)

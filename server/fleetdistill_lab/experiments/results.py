@@ -36,6 +36,8 @@ __all__ = ["SCHEMA_VERSION", "ModelRow", "Results", "Run", "StoredCell", "open_r
 SCHEMA_VERSION = 1
 """Version of the tables; raised if a column changes its meaning or goes."""
 FINISHED, FAILED = "finished", "failed"
+_UNTRAINED = ("untrained_first", "untrained_late")
+"""Devices whose initial models count after round 1, and at most in one of the last 20 rounds; beside the metrics."""
 _PACKAGES = ("fleetdistill", "torch", "torchvision", "numpy", "scikit-learn", "scipy")
 _TABLES: Mapping[str, tuple[dict[str, type], tuple[str, ...]]] = {
     "experiment": ({"schema_version": int, "name": str, "title": str, "scale": str, "definition": str}, ("name",)),
@@ -372,6 +374,18 @@ class Results:
         }
         return list(found)
 
+    def initial_models(self) -> list[str]:
+        """Returns sentences about devices whose initial models count in figures by round, by grid point."""
+        text = """
+            SELECT point, MAX(first.value) AS first, MAX(late.value) AS late
+            FROM cells JOIN metrics AS first USING (run) JOIN metrics AS late USING (run)
+            WHERE first.metric = ? AND late.metric = ? GROUP BY point ORDER BY MIN(cells.rowid)
+        """
+        counts = "up to {first:.0f} after round 1 and {late:.0f} in one of the last 20 rounds"
+        found = [join_names(row["point"], counts.format_map(row)) for row in self.database.query(text, _UNTRAINED)]
+        said = "Curves, medians and means over rounds count initial models of devices that had not yet taken part"
+        return [f"{said}: {'; '.join(found)}."] if found else []
+
     def table(self, name: str) -> pandas.DataFrame:
         """Returns a table that has a column `run`, with a row for each cell of a run: its label, point and seed too."""
         import pandas
@@ -439,7 +453,10 @@ def _versions() -> dict[str, str]:
 
 
 def _metric_rows(run: str, report: Report, target: Target | None) -> list[dict[str, Any]]:
-    return [{"run": run, "metric": name, "value": value} for name, value in read_metrics(report, target).items()]
+    initial = [of["untrained"] for of in report.get("counted_by_round", ())]
+    counts = dict(zip(_UNTRAINED, (initial[0], max(initial[-20:])), strict=True)) if any(initial) else {}
+    values = {**read_metrics(report, target), **counts}
+    return [{"run": run, "metric": name, "value": value} for name, value in values.items()]
 
 
 def _model_row(report: Report, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -141,7 +141,10 @@ def scored_line(report: FleetReport) -> str:
         some = f"{rows:,} of the {of_rows:,} test rows, drawn by class" if rows < of_rows else f"{of_rows:,} test rows"
         which = f"the models of a round's devices {every}, and of all that took part at the end"
         if scored["models"] == "devices":
+            initial = [of["untrained"] for of in report.counted_by_round]
+            count = f" ({initial[0]} of {len(report.devices)} after round 1, {max(initial[-20:])} in the last 20)"
             which = f"the models of all devices {every}, with initial ones before a device takes part"
+            which += count if any(initial) else ""
         parts.append(f"{which}, on {some}")
     if rows and report.test_part != "global":
         parts.append(f"own figures on each device's own rows ({report.test_part})")

@@ -12,7 +12,7 @@ from typing import Any
 from fleetdistill.methods import config_class, device_class
 from fleetdistill.training.figures import Confusion
 from fleetdistill_lab.simulation.report.metrics import Ints
-from fleetdistill_lab.simulation.report.scores import Figures, round_figures
+from fleetdistill_lab.simulation.report.scores import Counted, Figures, round_figures
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.spec.score_log import (
     ALONE,
@@ -59,6 +59,15 @@ class FleetHistory:
         own = itertools.repeat(None) if self.own is None else zip(*self.own.devices.values(), strict=True)
         of_rounds = zip(rounds, self.server, own, strict=False)
         return [round_figures(device_k, samples_jc, server, own_k) for device_k, server, own_k in of_rounds]
+
+    def counted(self) -> list[Counted]:
+        """Returns for every round the number of devices that its figures are over."""
+        begun = {name: list(itertools.accumulate(of, max)) for name, of in self.took_part.items()}
+        scored = [
+            [begun[name][number] for name, of in self.devices.items() if of[number] is not None]
+            for number in range(len(self.server))
+        ]
+        return [{"devices": len(of), "untrained": of.count(False)} for of in scored]
 
     def last(self) -> list[Confusion | None]:
         """Returns the devices' confusion matrices after the last round."""

@@ -81,6 +81,7 @@ def make_report(done: Outcome) -> FleetReport:
         **_fedavg_figures(done.controls.fedavg),
         scores=scores,
         figures_by_round=by_round,
+        counted_by_round=done.history.counted(),
         late=late_figures(by_round),
         summaries=summaries(by_round),
         further=_mean_further(counted),

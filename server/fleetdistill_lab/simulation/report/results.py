@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from fleetdistill_lab.simulation.report.comparison import ComparisonRow, Curve, RoundBytes
 from fleetdistill_lab.simulation.report.metrics import CurveSummary, Fairness
-from fleetdistill_lab.simulation.report.scores import Figures, FleetFigures, LateFigures
+from fleetdistill_lab.simulation.report.scores import Counted, Figures, FleetFigures, LateFigures
 from fleetdistill_lab.simulation.report.simulated_time import SimulatedTimes
 
 
@@ -195,6 +195,7 @@ class FleetReport:
         scores: CDKT-FL's figures of the `fleet` and of the controls `alone` and `fedavg`.
         figures_by_round: CDKT-FL's figures of the fleet after each round, in accuracy, for device models as in
             `accuracy_trained`.
+        counted_by_round: Devices that each round's C-Gen, C-Spec and C-Per, and the curves of device models, are over.
         late: Figures over the last rounds that papers report.
         summaries: For each of `figures_by_round`, its final and best value and its last rounds.
         further: For each further variant, such as classstats' `personal`, the means over the devices that have it.
@@ -265,6 +266,7 @@ class FleetReport:
     fedavg_settings: dict[str, Any] | None
     scores: dict[str, FleetFigures]
     figures_by_round: list[Figures]
+    counted_by_round: list[Counted]
     late: LateFigures
     summaries: dict[str, CurveSummary]
     further: dict[str, VariantRates]

@@ -53,6 +53,18 @@ Attributes:
 """
 
 
+class Counted(TypedDict):
+    """Devices that a round's means are over.
+
+    Attributes:
+        devices: Number of devices that were scored until then.
+        untrained: Number of these that had not yet taken part, so that their initial models count.
+    """
+
+    devices: int
+    untrained: int
+
+
 class FleetFigures(TypedDict):
     """CDKT-FL's figures of one round for every score.
 
