@@ -45,6 +45,7 @@ def test_spread_is_that_of_the_accuracies_whose_mean_is_printed(report: Report) 
     found = read_metrics(report, None)
     assert found["own_accuracy"] == pytest.approx(rates.mean())
     assert found["own_worst"] == pytest.approx(rates.min())  # a tenth of ten devices
+    assert found["own_std"] == pytest.approx(rates.std())
     assert found["own_jain"] == pytest.approx(rates.sum() ** 2 / (10 * (rates**2).sum()))
     trained = np.array([device["own_accuracy_trained"] for device in report["devices"]])
     assert trained.min() > rates.min(), "the models after local training are others"
@@ -63,6 +64,26 @@ def test_f1_is_that_of_the_model_at_the_end_on_the_test_set(out: Path, report: R
         expected = f1_score(labels, predicted, average=name, labels=present, zero_division=0)
         assert found[f"f1_{name}"] == pytest.approx(expected)
     assert found["c_gen_f1_macro"] != pytest.approx(found["f1_macro"])
+
+
+def test_last_rounds_have_a_median_and_quartiles(report: Report) -> None:
+    curves = [dict(zip(("c_gen", "c_spec", "c_per"), of, strict=True)) for of in ((0.2, 0.9, 0.5), (0.4, 0.8, 0.7))]
+    given = {**report, "figures_by_round": curves, "global_accuracy_by_round": [0.1, *[0.3] * 10, *[0.7] * 10]}
+    found = read_metrics(given, None)
+    assert [found[f"{name}_median"] for name in ("global", "c_gen", "c_spec", "c_per")] == pytest.approx(
+        [0.5, 0.3, 0.85, 0.6]
+    )
+    assert [found[f"{name}_quartiles"] for name in ("global", "c_gen", "c_spec", "c_per")] == pytest.approx(
+        [0.4, 0.1, 0.05, 0.1]
+    )
+
+
+def test_f1_of_each_figure_is_read(report: Report) -> None:
+    found, scores = read_metrics(report, None), report["scores"]["fleet"]
+    for name in ("global", "c_gen", "c_spec", "c_per"):
+        for mean in ("weighted", "macro"):
+            assert found[f"{name}_f1_{mean}"] == scores[f"f1_{mean}"][name] is not None
+    assert found["c_spec_samples"] == scores["accuracy"]["c_spec_samples"] is not None
 
 
 def test_titles_name_the_model() -> None:

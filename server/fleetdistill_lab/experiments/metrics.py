@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from fleetdistill_lab.simulation.report.metrics import rounds_to, summarize
+from fleetdistill_lab.simulation.report.metrics import CurveSummary, rounds_to, summarize
 
 __all__ = ["CURVES", "METRICS", "Metric", "Report", "Target", "curve_of", "read_metrics"]
 
@@ -109,12 +109,10 @@ def _own_trained(report: Report, target: Target | None) -> float | None:
     return rate
 
 
-def _global(name: str) -> Callable[[Report, Target | None], float | None]:
-    def read(report: Report, target: Target | None) -> float | None:
-        value: float | None = getattr(summarize(report["global_accuracy_by_round"]), name)
-        return value
-
-    return read
+def _summary(
+    name: str, figure: Callable[[CurveSummary], float | None]
+) -> Callable[[Report, Target | None], float | None]:
+    return lambda report, target: figure(summarize(curve_of(report, name)))
 
 
 def _fairness(name: str) -> Callable[[Report, Target | None], float | None]:
@@ -154,30 +152,54 @@ def _to_target(
     return Metric(f"{title} to the target", read, unit, higher_is_better=False, needs_target=True)
 
 
+_FIGURES = {"global": "Global model", "c_gen": "C-Gen", "c_spec": "C-Spec", "c_per": "C-Per"}
+"""CDKT-FL's four figures with their titles."""
 METRICS: Mapping[str, Metric] = {
     "accuracy": Metric("Accuracy on all classes, model at the end", _field("mean_accuracy_fleet")),
     "own_accuracy": Metric("Accuracy on own classes, (personal) model at the end", _own_accuracy),
     "trained": Metric("Accuracy on all classes, after local training", _field("mean_accuracy_trained")),
     "own_trained": Metric("Accuracy on own classes, after local training (or personal model)", _own_trained),
-    "global": Metric("Accuracy of the global model", _global("final")),
-    "global_best": Metric("Accuracy of the global model, best round", _global("best")),
-    "global_late": Metric("Accuracy of the global model, mean of the last 10 rounds", _global("last_mean")),
+    "global": Metric("Accuracy of the global model", _summary("global", lambda of: of.final)),
+    "global_best": Metric("Accuracy of the global model, best round", _summary("global", lambda of: of.best)),
+    "global_late": Metric(
+        "Accuracy of the global model, mean of the last 10 rounds", _summary("global", lambda of: of.last_mean)
+    ),
     "c_gen": Metric("C-Gen", _score("accuracy", "c_gen")),
     "c_spec": Metric("C-Spec", _score("accuracy", "c_spec")),
+    "c_spec_samples": Metric("C-Spec over samples", _score("accuracy", "c_spec_samples")),
     "c_per": Metric("C-Per", _score("accuracy", "c_per")),
-    "c_gen_median": Metric("C-Gen, median of the last 20 rounds", _late("c_gen_median")),
-    "c_spec_median": Metric("C-Spec, median of the last 20 rounds", _late("c_spec_median")),
-    "c_per_median": Metric("C-Per, median of the last 20 rounds", _late("c_per_median")),
+    **{
+        f"{name}_median": Metric(
+            f"{title}, median of the last 20 rounds", _summary(name, lambda of: of.box.median if of.box else None)
+        )
+        for name, title in _FIGURES.items()
+    },
+    **{
+        f"{name}_quartiles": Metric(
+            f"{title}, distance of the quartiles of the last 20 rounds",
+            _summary(name, lambda of: of.box.upper_quartile - of.box.lower_quartile if of.box else None),
+            higher_is_better=False,
+        )
+        for name, title in _FIGURES.items()
+    },
     "ua": Metric("Average user accuracy, mean of the last 10 rounds", _late("ua_mean")),
     "own_worst": Metric(
         "Accuracy on own classes, (personal) model at the end, worst tenth of the devices", _fairness("worst")
+    ),
+    "own_std": Metric(
+        "Standard deviation over devices of the accuracies on own classes, (personal) model at the end",
+        _fairness("std"),
+        higher_is_better=False,
     ),
     "own_jain": Metric("Jain's index of the accuracies on own classes, (personal) model at the end", _fairness("jain")),
     "top_k": Metric("Top-k accuracy of the devices' models on all classes", _first("top_k")),
     "f1_weighted": Metric("Weighted F1 on all classes, model at the end", _field("mean_f1_weighted_fleet")),
     "f1_macro": Metric("Macro F1 on all classes, model at the end", _field("mean_f1_macro_fleet")),
-    "c_gen_f1_weighted": Metric("C-Gen in weighted F1", _score("f1_weighted", "c_gen")),
-    "c_gen_f1_macro": Metric("C-Gen in macro F1", _score("f1_macro", "c_gen")),
+    **{
+        f"{name}_f1_{mean}": Metric(f"{title} in {mean} F1", _score(f"f1_{mean}", name))
+        for name, title in _FIGURES.items()
+        for mean in ("weighted", "macro")
+    },
     "rounds_to_target": _to_target("Rounds", _rounds),
     "bytes_to_target": _to_target("Bytes of a device", _bytes_to_target, "bytes"),
     "exchanges_to_target": _to_target("Exchanges of a device", _spent("exchanges")),
