@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face Hub. The package is not needed: a module with its names stands in for what it loads."""
+"""Data sets of the Hugging Face Hub. In all tests but one a module with the package's names stands in for it."""
 
 from __future__ import annotations
 
@@ -74,6 +74,21 @@ def test_columns_are_found_by_type_and_clients_are_numbered(stand_in: Any, tmp_p
     assert data.train_clients.tolist() == [1, 3, 1, 2, 2, 3]
     assert data.test_clients is not None
     assert data.test_clients.tolist() == [3, 1, 0]
+
+
+def test_a_folder_of_pictures_is_read_with_the_real_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets", reason="the package datasets is not installed: pip install 'fleetdistill[hf]'")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    for split, each in (("train", 3), ("test", 1)):
+        for label, name in enumerate(("a", "b")):
+            (tmp_path / "letters" / split / name).mkdir(parents=True)
+            for number in range(each):
+                grey(100 * label + number).save(tmp_path / "letters" / split / name / f"{number}.png")
+    data = read_hugging_face(f"hf:{tmp_path / 'letters'}", data_dir=tmp_path / "cache")
+    assert data.classes == ("a", "b")
+    assert data.train_labels.tolist() == [0, 0, 0, 1, 1, 1]
+    np.testing.assert_allclose(data.train_images[:, 0, 0, 0] * 255, [0, 1, 2, 100, 101, 102], rtol=1e-6)
+    assert data.test_labels.tolist() == [0, 1]
 
 
 def test_without_a_test_split_a_fifth_of_each_class_is_one(stand_in: Any) -> None:
