@@ -11,7 +11,7 @@ import pytest
 from sklearn.metrics import accuracy_score, f1_score
 
 from fleetdistill_lab import Simulation, simulate
-from fleetdistill_lab.experiments.metrics import METRICS, Report, read_metrics
+from fleetdistill_lab.experiments.metrics import METRICS, Report, Target, read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,15 @@ def test_last_rounds_have_a_median_and_quartiles(report: Report) -> None:
     assert [found[f"{name}_quartiles"] for name in ("global", "c_gen", "c_spec", "c_per")] == pytest.approx(
         [0.4, 0.1, 0.05, 0.1]
     )
+
+
+def test_targets_may_be_of_a_data_set(report: Report) -> None:
+    given = {**report, "global_accuracy_by_round": [0.5, 0.9, 0.8]}
+    target = Target(level={"mnist": 0.2, "digits": 0.6}, second_level=0.95)
+    found = read_metrics(given, target)
+    assert (found["rounds_to_target"], found["rounds_to_second_target"]) == (2, None)
+    found = read_metrics(given, Target(level=0.9, second_level={"digits": 0.5}))
+    assert (found["rounds_to_target"], found["rounds_to_second_target"]) == (2, 1)
 
 
 def test_f1_of_each_figure_is_read(report: Report) -> None:

@@ -198,7 +198,7 @@ class Experiment:
         scale: Name of the scale.
         metrics: Names in `METRICS`, one table each.
         reference: Label of the method from which differences are.
-        target: Level of a metric for rounds, exchanges, steps and bytes to it.
+        target: Levels of a metric for rounds, exchanges, steps and bytes to them.
         tune: Setting to tune for each method; None for none.
         sections: Settings of all runs.
         grid: For each axis, the settings of its points by their name.
@@ -333,10 +333,18 @@ class Experiment:
         _refuse(problems)
         simulation = merge_settings(None, checked)
         check_settings(simulation)
+        self._check_levels(simulation)
         own = {**of_point["simulation"], **entry.simulation}
         # A setting of [simulation] may be for some of the grid's partitions only.
         check_used(simulation.partition_path, own if self._partitions_vary else sections["simulation"])
         return Cell(label, point, simulation, sections, f"{method}-{_digest(simulation)}")
+
+    def _check_levels(self, simulation: Simulation) -> None:
+        name = str(getattr(simulation.dataset, "name", simulation.dataset))
+        for key in ("level", "second_level"):
+            given = getattr(self.target, key, None)
+            if isinstance(given, dict) and name not in given:
+                raise ConfigurationError(f"[target] {key}: {unknown_name('data set', name, given)}")
 
     @property
     def _partitions_vary(self) -> bool:
@@ -372,8 +380,8 @@ class Experiment:
         for metric in (*self.metrics, *tuned, *self.printed, *(claim.metric for claim in self.claims if claim.metric)):
             if metric not in METRICS:
                 yield unknown_name("metric", metric, METRICS)
-            elif METRICS[metric].needs_target and self.target is None:
-                yield f"metric {metric} needs a [target] with metric and level"
+            elif (needed := METRICS[metric].needs_target) and getattr(self.target, needed, None) is None:
+                yield f"metric {metric} needs a [target] with metric and {needed}"
         labels = [self.reference or next(iter(self.methods)), *(name for claim in self.claims for name in claim.order)]
         for label in (*labels, *(label for of in self.printed.values() for label in of)):
             if label not in self.methods:
@@ -639,7 +647,7 @@ def _make(file: Path, contents: Mapping[str, Any], scale: str) -> Experiment:
 
 def _where(error: ErrorDetails) -> str:
     """Returns a place of a file, without what Pydantic appends for the branches of a union."""
-    return ".".join(part for part in map(str, error["loc"]) if not part.startswith(("list[", "dict[")))
+    return ".".join(part for part in map(str, error["loc"]) if not part.startswith(("list[", "dict[", "float")))
 
 
 def _in_words(where: str, error: ErrorDetails) -> str:

@@ -16,20 +16,28 @@ __all__ = ["CURVES", "METRICS", "Metric", "Report", "Target", "curve_of", "read_
 
 Report = Mapping[str, Any]
 """Contents of report.json."""
+_Level = float | dict[str, float]
 
 
 class Target(BaseModel):
-    """Level of a metric that a run is to reach.
+    """Levels of a metric that a run is to reach.
 
     Attributes:
         metric: Name in `CURVES`.
-        level: The level, as the metric has it; accuracies are in [0, 1].
+        level: The level, as the metric has it, or a level by data set; accuracies are in [0, 1].
+        second_level: A further level; None for none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     metric: Literal["global", "trained", "c_gen", "c_spec", "c_per"] = "global"
-    level: float
+    level: _Level
+    second_level: _Level | None = None
+
+    def of(self, dataset: str, name: str = "level") -> float | None:
+        """Returns the level for a data set; None if it has none."""
+        given: float | dict[str, float] | None = getattr(self, name)
+        return given.get(dataset) if isinstance(given, dict) else given
 
 
 @dataclass(frozen=True)
@@ -41,14 +49,14 @@ class Metric:
         read: Returns the figure of a report, None if the run has none.
         unit: `percent` for a rate in [0, 1], else what the figure counts.
         higher_is_better: Whether a larger figure is better.
-        needs_target: Whether the figure is about the experiment's target.
+        needs_target: The experiment's level that the figure is about; empty for none.
     """
 
     title: str
     read: Callable[[Report, Target | None], float | None]
     unit: Literal["percent", "bytes", "number", "seconds"] = "percent"
     higher_is_better: bool = True
-    needs_target: bool = False
+    needs_target: Literal["", "level", "second_level"] = ""
 
 
 def curve_of(report: Report, name: str) -> list[float | None]:
@@ -126,9 +134,10 @@ def _fairness(name: str) -> Callable[[Report, Target | None], float | None]:
     return read
 
 
-def _rounds(report: Report, target: Target | None) -> int | None:
+def _rounds(report: Report, target: Target | None, name: str = "level") -> int | None:
     assert target is not None
-    return rounds_to(curve_of(report, target.metric), target.level)
+    level = target.of(report["dataset"], name)
+    return None if level is None else rounds_to(curve_of(report, target.metric), level)
 
 
 def _spent(name: str) -> Callable[[Report, Target | None], float | None]:
@@ -149,7 +158,7 @@ def _bytes_to_target(report: Report, target: Target | None) -> float | None:
 def _to_target(
     title: str, read: Callable[[Report, Target | None], float | None], unit: Literal["bytes", "number"] = "number"
 ) -> Metric:
-    return Metric(f"{title} to the target", read, unit, higher_is_better=False, needs_target=True)
+    return Metric(f"{title} to the target", read, unit, higher_is_better=False, needs_target="level")
 
 
 _FIGURES = {"global": "Global model", "c_gen": "C-Gen", "c_spec": "C-Spec", "c_per": "C-Per"}
@@ -201,6 +210,13 @@ METRICS: Mapping[str, Metric] = {
         for mean in ("weighted", "macro")
     },
     "rounds_to_target": _to_target("Rounds", _rounds),
+    "rounds_to_second_target": Metric(
+        "Rounds to the second target",
+        lambda report, target: _rounds(report, target, "second_level"),
+        "number",
+        higher_is_better=False,
+        needs_target="second_level",
+    ),
     "bytes_to_target": _to_target("Bytes of a device", _bytes_to_target, "bytes"),
     "exchanges_to_target": _to_target("Exchanges of a device", _spent("exchanges")),
     "steps_to_target": _to_target("Mini-batch steps of a device", _spent("steps")),
