@@ -352,6 +352,16 @@ def test_experiment_of_the_package_is_valid(name: str, scale: str) -> None:
     assert experiment.cells()
 
 
+PAPERS = ("cdkt", "dafkd", "fedd2s", "feddkc", "feddkd")
+
+
+@pytest.mark.parametrize("name", [name for name in packaged() if name.startswith(PAPERS)])
+def test_papers_mean_is_not_bounded_at_their_scale(name: str) -> None:
+    for scale, robust in (("paper", "off"), ("small", "gross")):
+        cells = read_experiment(find_experiment(name), scale).cells()
+        assert {cell.simulation.configuration().robust for cell in cells} == {robust}
+
+
 def of_methods(*names: str, **method: float) -> Experiment:
     methods = {name: MethodEntry() for name in names}
     return Experiment(name="x", title="x", seeds=[0, 1], methods=methods, sections={"method": method})
