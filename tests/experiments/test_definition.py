@@ -21,6 +21,7 @@ from fleetdistill_lab.experiments.definition import (
     parse_seeds,
     read_experiment,
 )
+from fleetdistill_lab.simulation.data.partition import partition
 
 TEXT = """
 title = "Three methods"
@@ -360,6 +361,18 @@ def test_papers_mean_is_not_bounded_at_their_scale(name: str) -> None:
     for scale, robust in (("paper", "off"), ("small", "gross")):
         cells = read_experiment(find_experiment(name), scale).cells()
         assert {cell.simulation.configuration().robust for cell in cells} == {robust}
+
+
+@pytest.mark.parametrize("name", ["cdkt-tables-1-2", "cdkt-tables-9-11"])
+def test_cdkt_has_devices_for_all_classes(name: str) -> None:
+    for cell in read_experiment(find_experiment(name), "paper").cells():
+        wanted = cell.simulation
+        classes = 100 if wanted.dataset == "cifar100" else 10
+        labels, given = np.arange(classes).repeat(500), {"classes_per_device": wanted.classes_per_device}
+        parts = partition(wanted.partition_path, labels, wanted.devices, 0, **given, **wanted.partition_settings)
+        assert len(np.unique(labels[np.concatenate(parts.indices)])) == classes
+        assert np.std(parts.sizes) > 0, "the paper's private data sets are unbalanced"
+        assert wanted.test_part == "local_split"
 
 
 def of_methods(*names: str, **method: float) -> Experiment:
