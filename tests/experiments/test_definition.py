@@ -375,6 +375,14 @@ def test_cdkt_has_devices_for_all_classes(name: str) -> None:
         assert wanted.test_part == "local_split"
 
 
+@pytest.mark.parametrize("name", [name for name in packaged() if name.startswith("fedd2s")])
+def test_fedd2s_is_scored_on_the_devices_own_rows(name: str) -> None:
+    """The paper has 20 % of each device's data for the test; its figures' orders are claims, too."""
+    experiment = read_experiment(find_experiment(name), "paper")
+    assert {cell.simulation.test_part for cell in experiment.cells()} == {"local_split"}
+    assert experiment.claims
+
+
 def of_methods(*names: str, **method: float) -> Experiment:
     methods = {name: MethodEntry() for name in names}
     return Experiment(name="x", title="x", seeds=[0, 1], methods=methods, sections={"method": method})
