@@ -617,7 +617,8 @@ def test_page_stands_alone_and_says_what_is_missing(tmp_path: Path) -> None:
     tables = {file.name for file in (report / "tables").iterdir()}
     assert {"metric-accuracy.csv", "metric-accuracy.tex", "claim-1.csv", "models-alpha-0-5.tex"} <= tables
     drawn = {file.name for file in (report / "figures").iterdir()}
-    names = ("curve-global-round", "curve-trained-kilobytes", "devices-own_accuracy", "partitions", "models-alpha-0-5")
+    curves = ("curve-global-round", "curve-global-exchanges", "curve-trained-kilobytes")
+    names = (*curves, "devices-own_accuracy", "partitions", "models-alpha-0-5")
     assert {f"{name}.{suffix}" for name in names for suffix in ("pdf", "svg")} <= drawn
     again = call("report", str(tmp_path / "tiny.toml"), "--out", str(out))
     assert again.exit_code == 0

@@ -24,6 +24,7 @@ _MIN_SPAN = 0.05
 """Smallest part of a value that an axis of bytes spans."""
 AXES = {
     "round": "rounds",
+    "exchanges": "exchanges of a device",
     "kilobytes": "kB from and to a device",
     "steps": "thousand local steps of a device",
     "seconds": "seconds on this machine",
