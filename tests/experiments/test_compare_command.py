@@ -71,7 +71,8 @@ def test_comparison_repeats_what_to_know_below_the_table(tmp_path: Path) -> None
     assert "Only 1 seed: no difference can be told from chance." in shown
     assert "Defaults differ between methods: learning_rate is 0.02 with no_transfer, 0.01 with feddkc" in shown
     with (tmp_path / "compare.csv").open() as file:
-        assert {row["networks"] for row in csv.DictReader(file)} == {"digits_linear,digits_mlp_small"}
+        found = {(row["networks"], row["partition"]) for row in csv.DictReader(file)}
+    assert found == {("digits_linear,digits_mlp_small", "dirichlet_by_class")}
 
 
 @pytest.mark.long

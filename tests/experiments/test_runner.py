@@ -616,6 +616,14 @@ def test_page_stands_alone_and_says_what_is_missing(tmp_path: Path) -> None:
         assert text in page.text, text
     tables = {file.name for file in (report / "tables").iterdir()}
     assert {"metric-accuracy.csv", "metric-accuracy.tex", "claim-1.csv", "models-alpha-0-5.tex"} <= tables
+    others = ("leaves-device", "methods", "versions", "runs")
+    assert {f"{name}.{suffix}" for name in others for suffix in ("csv", "tex")} <= tables
+    runs = (report / "tables" / "runs.csv").read_text().splitlines()
+    assert runs[0] == "method,grid point,seed,partition,seconds,versions,repeat with fleetdistill simulate"
+    assert len(runs) == 1 + 4
+    assert r"; partition dirichlet\_by\_class}" in (report / "tables" / "metric-accuracy.tex").read_text()
+    accuracy, *_ = csv.DictReader((report / "tables" / "metric-accuracy.csv").open())
+    assert accuracy["partition"] == "dirichlet_by_class"
     drawn = {file.name for file in (report / "figures").iterdir()}
     curves = ("curve-global-round", "curve-global-exchanges", "curve-trained-kilobytes")
     names = (*curves, "devices-own_accuracy", "partitions", "models-alpha-0-5")

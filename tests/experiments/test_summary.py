@@ -517,6 +517,19 @@ def test_grid_points_that_do_not_fit_are_below_each_other(width: int) -> None:
     assert (row, part.header[column]) == (1, points[4])
 
 
+def test_tables_of_texts_break_lines_and_continue(tmp_path: Path) -> None:
+    """A table of 41 methods with long settings: a column that has lines, and 40 rows a page."""
+    table = Table("Settings", ("", "settings"), [(f"method {number}", "mu = 1, " * 30) for number in range(41)])
+    save_latex(table, tmp_path / "x.tex", "tab:x", of_texts=True)
+    first, second, end = (tmp_path / "x.tex").read_text().split(r"\end{table*}")
+    assert r"\begin{tabular}{lp{0.80\textwidth}}" in first
+    assert (first.count("method "), second.count("method "), end.strip()) == (40, 1, "")
+    save_csv(table, tmp_path / "x.csv")
+    assert list(csv.reader((tmp_path / "x.csv").open()))[1] == ["method 0", "mu = 1, " * 30]
+    save_latex(replace(table, rows=[]), tmp_path / "none.tex", "tab:none", of_texts=True)
+    assert r"\toprule" in (tmp_path / "none.tex").read_text()
+
+
 def test_latex_of_printed_values_fits_a_page(tmp_path: Path) -> None:
     points = [f"alpha 0.{at}, local_epochs 5" for at in range(12)]
     save_latex(printed_table("accuracy", {"FedAvg": dict.fromkeys(points, 50.0)}), tmp_path / "x.tex", "tab:x")

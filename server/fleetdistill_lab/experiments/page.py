@@ -93,11 +93,12 @@ class _Writer:
             shutil.rmtree(folder / name, ignore_errors=True)  # those of grid points that the file no longer has
             (folder / name).mkdir(parents=True)
 
-    def table(self, table: Table, name: str, rows: Any, lines: Sequence[str] = ()) -> Table:
-        """Writes a table; the lines are those that the page has above it."""
+    def table(self, table: Table, name: str, rows: Any = None, lines: Sequence[str] = ()) -> Table:
+        """Writes a table, as CSV with the rows if there are some; the lines are those that the page has above it."""
         note = " ".join([*lines, *[table.note] * bool(table.note)])
-        save_csv(rows, self._folder / "tables" / f"{name}.csv")
-        save_latex(table, self._folder / "tables" / f"{name}.tex", f"tab:{name}", note)
+        save_csv(table if rows is None else rows, self._folder / "tables" / f"{name}.csv")
+        file = self._folder / "tables" / f"{name}.tex"
+        save_latex(table, file, f"tab:{name}", note, of_texts=rows is None)
         return table
 
     def figure(self, figure: Figure, name: str, caption: str) -> _Picture:
@@ -124,13 +125,13 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
     warnings = _warnings(experiment, results, by_status)
     sections = [
         *metrics,
-        _tuning_section(experiment, results),
+        _tuning_section(experiment, results, writer),
         _class_section(results, writer),
         _curve_section(results, writer),
         *_fleet_sections(experiment, results, writer),
-        _methods_section(results),
-        _versions_section(runs, finished),
-        _runs_section(results, finished),
+        _methods_section(results, writer),
+        _versions_section(runs, finished, writer),
+        _runs_section(results, finished, writer),
     ]
     text = Environment(loader=PackageLoader("fleetdistill_lab.experiments", "."), autoescape=True).get_template(
         "page.html"
@@ -253,18 +254,17 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
     with_k = functools.partial(_with_k, ks)
     source = "in the source" if experiment.scale == SCALE else "in the source, at its scale"
     tables, short = _Section("Results", [*lines, *experiment.notes()]), list[Table]()
+    partitions = results.partitions()
+    kinds = " or ".join(dict.fromkeys(partitions.values()))
     for metric in experiment.metrics:
-        summaries = summarize(
-            results.values(metric),
-            reference,
-            counts[FINISHED],
-            len(experiment.seeds),
-            counts[FAILED],
-            names,
-            METRICS[metric].unit,
-        )
+        given = (counts[FINISHED], len(experiment.seeds), counts[FAILED], names, METRICS[metric].unit)
+        summaries = [
+            replace(one, partition=partitions.get((one.point, one.label), ""))
+            for one in summarize(results.values(metric), reference, *given)
+        ]
         printed = experiment.printed.get(metric, {})
         table = with_k(summary_table(metric, summaries, reference, printed, source))
+        table = replace(table, title=f"{table.title}; partition {kinds}") if kinds else table
         short.append(with_k(short_table(metric, summaries, printed)))
         notes = experiment.headers() if METRICS[metric].unit == "bytes" else captions
         tables.tables.append(writer.table(table, f"metric-{metric}", summaries, notes))
@@ -335,7 +335,7 @@ def _edge_lines(experiment: Experiment, results: Results) -> list[str]:
     ]
 
 
-def _tuning_section(experiment: Experiment, results: Results) -> _Section:
+def _tuning_section(experiment: Experiment, results: Results, writer: _Writer) -> _Section:
     if experiment.tune is None:
         return _Section("Tuned settings")
     metric, found = METRICS[experiment.tune.metric], results.tuned(experiment)
@@ -344,8 +344,10 @@ def _tuning_section(experiment: Experiment, results: Results) -> _Section:
         for (label, point), of in found.items()
     ]
     header = ["method", "grid point", "chosen", *["tried"] * (len(experiment.tune.values) - 1)]
+    rows = [[*row, *[""] * (len(header) - len(row))] for row in rows]
     said = f"{experiment.tune.setting} by {metric.title[0].lower()}{metric.title[1:]}, on held-out training rows."
-    return _Section("Tuned settings", [said], [Table(experiment.tune.setting, header, rows)])
+    table = writer.table(Table(experiment.tune.setting, header, rows), "tuned", lines=[said])
+    return _Section("Tuned settings", [said], [table])
 
 
 def _class_section(results: Results, writer: _Writer) -> _Section:
@@ -392,8 +394,8 @@ def _fleet_sections(experiment: Experiment, results: Results, writer: _Writer) -
     leaves = _Section("What leaves the device", lines)
     traffic = results.table("traffic")
     if not traffic.empty:
-        leaves.tables.append(_traffic_table(results, traffic))
         lines += _tensor_lines(experiment, set(traffic["label"]))
+        leaves.tables.append(writer.table(_traffic_table(results, traffic), "leaves-device", lines=lines))
     return [boxes, data, leaves]
 
 
@@ -431,7 +433,7 @@ def _words(kind: str) -> str:
     return KINDS[kind].description.format(columns=columns) or kind
 
 
-def _methods_section(results: Results) -> _Section:
+def _methods_section(results: Results, writer: _Writer) -> _Section:
     """Returns what was trained: networks and all settings of each method, in its finished runs."""
     runs, devices = results.runs(), results.table("devices")
     rows = []
@@ -444,16 +446,18 @@ def _methods_section(results: Results) -> _Section:
                 at += [point] if point not in at else []
         shown = ", ".join(f"{name} = {_by_point(values)}" for name, values in found.items())
         rows.append([label, ", ".join(dict.fromkeys(of["model"])), shown])
-    return _Section("Methods", [], [Table("Networks and settings", ["", "networks of the devices", "settings"], rows)])
+    table = Table("Networks and settings", ["", "networks of the devices", "settings"], rows)
+    return _Section("Methods", [], [writer.table(table, "methods")])
 
 
-def _versions_section(runs: Mapping[str, Run], finished: Sequence[StoredCell]) -> _Section:
+def _versions_section(runs: Mapping[str, Run], finished: Sequence[StoredCell], writer: _Writer) -> _Section:
     found: dict[str, dict[str, None]] = {}
     for cell in finished:
         for name, value in runs[cell.run].versions.items():
             found.setdefault(name, {})[value] = None
     rows = [[name, " or ".join(values)] for name, values in found.items()]
-    return _Section("Versions", [], [Table("What the runs were made with", ["", "version"], rows)] if rows else [])
+    table = Table("What the runs were made with", ["", "version"], rows)
+    return _Section("Versions", [], [writer.table(table, "versions")] if rows else [])
 
 
 def _by_point(values: Mapping[str, Sequence[str]]) -> str:
@@ -463,7 +467,7 @@ def _by_point(values: Mapping[str, Sequence[str]]) -> str:
     return " or ".join(f"{value} ({'; '.join(points)})" for value, points in values.items())
 
 
-def _runs_section(results: Results, finished: Sequence[Any]) -> _Section:
+def _runs_section(results: Results, finished: Sequence[Any], writer: _Writer) -> _Section:
     runs = results.runs()
     rows = [
         [
@@ -478,7 +482,7 @@ def _runs_section(results: Results, finished: Sequence[Any]) -> _Section:
         for cell in finished
     ]
     header = ["method", "grid point", "seed", "partition", "seconds", "versions", "repeat with fleetdistill simulate"]
-    return _Section("Runs", [], [Table("Finished runs", header, rows)], folded=True)
+    return _Section("Runs", [], [writer.table(Table("Finished runs", header, rows), "runs")], folded=True)
 
 
 def _slug(text: str) -> str:

@@ -154,6 +154,7 @@ class ModelRow:
         devices: Number of devices that the means are over.
         untrained: Number of these that never took part.
         networks: Device models of the run, with commas.
+        partition: Kind of the partition.
     """
 
     label: str
@@ -166,6 +167,7 @@ class ModelRow:
     devices: int
     untrained: int = 0
     networks: str = ""
+    partition: str = ""
 
 
 class Results:
@@ -350,11 +352,17 @@ class Results:
         text = "SELECT point, label FROM cells JOIN runs USING (run) WHERE status = ?"
         return Counter((row["point"], row["label"]) for row in self.database.query(text, [status]))
 
+    def partitions(self) -> dict[tuple[str, str], str]:
+        """Returns the kind of the partition of the cells' runs, by grid point and label."""
+        text = "SELECT point, label, partition FROM cells JOIN runs USING (run) ORDER BY cells.rowid"
+        return {(row["point"], row["label"]): row["partition"] for row in self.database.query(text)}
+
     def models(self, point: str) -> list[ModelRow]:
         """Returns the models of a grid point's finished cells, in the order of the cells."""
         text = """
             SELECT label, seed, model, accuracy, own_accuracy, bytes, exchanges, devices, untrained,
-                (SELECT group_concat(DISTINCT model) FROM devices WHERE run = cells.run) AS networks
+                (SELECT group_concat(DISTINCT model) FROM devices WHERE run = cells.run) AS networks,
+                (SELECT partition FROM runs WHERE run = cells.run) AS partition
             FROM cells JOIN models USING (run) WHERE point = ? ORDER BY cells.rowid, models.rowid
         """
         return [ModelRow(**row) for row in self.database.query(text, [point])]

@@ -240,6 +240,7 @@ class Summary:
         p: Two-sided p value of a paired t test of the difference, by Holm's method for all methods and grid points of
             the table. Grid points that share the runs of both methods count once. None for bytes, which hardly vary
             between seeds, so that any difference would be significant.
+        partition: Kind of the partition; empty without a run.
     """
 
     label: str
@@ -253,6 +254,7 @@ class Summary:
     difference: float | None
     difference_spread: float | None
     p: float | None
+    partition: str = ""
 
 
 def summarize(

@@ -326,32 +326,41 @@ def _sizes(lines: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(cell_len, column)) + 3 for column in zip(*lines, strict=True)]
 
 
-def save_csv(rows: Iterable[ModelRow | Summary | Pair | PrintedValue | ClassAccuracy], file: Path) -> None:
-    """Writes rows with full precision; rates are in [0, 1]."""
-    found = list(rows)
+def save_csv(rows: Table | Iterable[ModelRow | Summary | Pair | PrintedValue | ClassAccuracy], file: Path) -> None:
+    """Writes a table's texts, or rows with full precision; rates are in [0, 1]."""
+    found = [] if isinstance(rows, Table) else list(rows)
     with file.open("w", newline="", encoding="utf-8") as opened:
+        if isinstance(rows, Table):
+            csv.writer(opened).writerows([rows.header, *rows.rows])
         if found:
             writer = csv.DictWriter(opened, [field.name for field in fields(found[0])])
             writer.writeheader()
             writer.writerows(asdict(row) for row in found)
 
 
-def save_latex(table: Table, file: Path, label: str, note: str = "") -> None:
+def save_latex(table: Table, file: Path, label: str, note: str = "", *, of_texts: bool = False) -> None:
     """Writes a LaTeX table, which needs the package booktabs.
 
     It is as wide as a journal's column or else as its page. Grid points that do not fit side by side stand one below
-    the other, and continue in further tables before one is higher than a page.
+    the other, and they and many rows continue in further tables before one is higher than a page.
 
     Args:
         table: The table.
         file: The file.
         label: Label of the table, for references; those of further tables have a number.
         note: What its figures are, for below it.
+        of_texts: Whether columns that do not fit the page are broken into lines.
     """
     kind, blocks = "table", table.blocks(_COLUMN)
     is_narrow = len(blocks[0].header) < min(_MIN_COLUMNS, len(table.header))
     if is_narrow or any(sum(_sizes([block.header, *block.rows])) > _COLUMN for block in blocks):
         kind, blocks = "table*", table.blocks(_PAGE)
+    columns = "r" * (len(blocks[0].header) - 1)
+    if not table.width:
+        firsts = range(0, len(table.rows) or 1, _MAX_ROWS)
+        blocks = [replace(table, rows=table.rows[at : at + _MAX_ROWS], strong=frozenset()) for at in firsts]
+    if of_texts and sum(_sizes([table.header, *table.rows])) > _PAGE:
+        columns = len(columns) * rf"p{{{0.8 / len(columns):.2f}\textwidth}}"
     each = max(1, _MAX_ROWS // (1 + len(table.rows)))
     lines = []
     for number, first in enumerate(range(0, len(blocks), each), 1):
@@ -361,7 +370,7 @@ def save_latex(table: Table, file: Path, label: str, note: str = "") -> None:
             rf"\caption{{{_escape(table.title)}{', continued' * (number > 1)}}}",
             rf"\label{{{label}{f'-{number}' if number > 1 else ''}}}",
             r"\centering\footnotesize",
-            rf"\begin{{tabular}}{{l{'r' * (len(blocks[0].header) - 1)}}}",
+            rf"\begin{{tabular}}{{l{columns}}}",
             r"\toprule",
             *rows,
             r"\bottomrule",
