@@ -21,6 +21,7 @@ from fleetdistill.knowledge import (
     DistillationGradient,
     Metrics,
     ModelParameters,
+    NamedTensors,
     ProxyKnowledge,
     SampleKnowledge,
     SharedStatistics,
@@ -309,6 +310,14 @@ def test_labels_give_shares_exactly() -> None:
 def test_counts_give_shares() -> None:
     part = SharedStatistics(labels=[2, 0], counts=np.array([1, 3], np.int32))
     assert class_shares([message({"statistics": part})], 3) == pytest.approx([0.75, 0, 0.25])
+
+
+def test_counts_among_a_methods_tensors_give_shares() -> None:
+    counts, wrong = np.array([3, 0, 1]), np.ones(2)
+    part = NamedTensors(tensors={"counts": counts}, reveals=["counts"])
+    assert class_shares([message({"counts": part})], 3) == pytest.approx([0.75, 0, 0.25])
+    for tensors, reveals in (({"counts": counts}, []), ({"counts": wrong}, ["counts"]), ({}, ["counts"])):
+        assert class_shares([message({"counts": NamedTensors(tensors=tensors, reveals=reveals)})], 3) is None
 
 
 def test_predictions_give_shares() -> None:

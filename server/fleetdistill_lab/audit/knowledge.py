@@ -14,6 +14,7 @@ from fleetdistill.knowledge import (
     Array,
     ClassSums,
     Kind,
+    NamedTensors,
     ProxyKnowledge,
     SampleKnowledge,
     SharedStatistics,
@@ -325,6 +326,9 @@ def _sent(part: Kind, classes: int) -> Array | None:
         return _normalize(np.bincount(part.labels, minlength=classes).astype(np.float64))
     if isinstance(part, ClassSums):
         return _normalize(np.maximum(part.counts.astype(np.float64), 0))
+    if isinstance(part, NamedTensors) and "counts" in part.columns():
+        counts = part.tensors.get("counts", np.zeros(0))
+        return _normalize(np.maximum(counts.astype(np.float64), 0)) if counts.shape == (classes,) else None
     if isinstance(part, SharedStatistics) and part.counts is not None:
         counts = np.zeros(classes)
         counts[part.labels] = part.counts
