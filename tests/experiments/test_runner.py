@@ -626,7 +626,7 @@ def test_page_stands_alone_and_says_what_is_missing(tmp_path: Path) -> None:
     assert accuracy["partition"] == "dirichlet_by_class"
     drawn = {file.name for file in (report / "figures").iterdir()}
     curves = ("curve-global-round", "curve-global-exchanges", "curve-trained-kilobytes")
-    names = (*curves, "devices-own_accuracy", "partitions", "models-alpha-0-5")
+    names = (*curves, "devices-own_accuracy", "devices-histogram", "partitions", "models-alpha-0-5")
     assert {f"{name}.{suffix}" for name in names for suffix in ("pdf", "svg")} <= drawn
     again = call("report", str(tmp_path / "tiny.toml"), "--out", str(out))
     assert again.exit_code == 0

@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from fleetdistill_console.tables import open_console, print_all
 from fleetdistill_lab.experiments.definition import Claim
-from fleetdistill_lab.experiments.figures import draw_lines, save_figure
+from fleetdistill_lab.experiments.figures import draw_boxes, draw_lines, save_figure
 from fleetdistill_lab.experiments.page import power_lines
 from fleetdistill_lab.experiments.results import ModelRow
 from fleetdistill_lab.experiments.summary import (
@@ -43,6 +44,7 @@ from fleetdistill_lab.experiments.tables import (
     short_table,
     summary_table,
 )
+from fleetdistill_lab.simulation.report.metrics import fairness_of
 
 
 def check_claim(claim: Claim, metric: str, values: Any, *more: Any) -> list[Pair]:
@@ -536,6 +538,19 @@ def test_latex_of_printed_values_fits_a_page(tmp_path: Path) -> None:
     text = (tmp_path / "x.tex").read_text()
     assert r"\begin{tabular}{lrrr}" in text
     assert text.count("FedAvg & 50 & 50 & 50 ") == 4
+
+
+@pytest.mark.pictures
+def test_histogram_has_the_bins_of_the_report(tmp_path: Path) -> None:
+    rates = [0.05, 0.3, 0.30000000000000004, 0.79, 1.0]
+    devices = pandas.DataFrame({"label": "a", "point": "", "seed": 0, "own_accuracy": rates})
+    figure = draw_boxes(devices, "own_accuracy", histogram=True)
+    assert figure is not None
+    fairness = fairness_of(rates)
+    assert fairness is not None
+    bars: Any = figure.axes[0].patches
+    assert [bar.get_height() for bar in bars] == fairness.bins
+    save_figure(figure, tmp_path, "x")
 
 
 @pytest.mark.pictures

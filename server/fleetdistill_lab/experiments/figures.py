@@ -194,12 +194,17 @@ def _bytes_until(rounds: pandas.DataFrame) -> Any:
     return total.groupby([rounds["label"], rounds["point"], rounds["seed"]]).cumsum()
 
 
-def draw_boxes(devices: pandas.DataFrame, value: str) -> Figure | None:
+_BIN_EDGES = [at / 10 - 1e-9 for at in range(10)] + [1 + 1e-9]
+"""Edges of the bins of report.json: a rounded 0.3 is in [0.3, 0.4)."""
+
+
+def draw_boxes(devices: pandas.DataFrame, value: str, *, histogram: bool = False) -> Figure | None:
     """Draws box plots of the devices' accuracies over all seeds, a row for each grid point.
 
     Args:
         devices: Table `devices` with the columns label, point and seed.
         value: `accuracy` or `own_accuracy`.
+        histogram: Whether to draw the number of devices in each tenth instead.
 
     Returns:
         The figure; None if no device was scored.
@@ -215,8 +220,13 @@ def draw_boxes(devices: pandas.DataFrame, value: str) -> Figure | None:
         for row, point in enumerate(points):
             ax = axes[row, 0]
             of = [known[(known["point"] == point) & (known["label"] == label)][value].tolist() for label in labels]
-            ax.boxplot(of, orientation="horizontal", tick_labels=labels, widths=0.6, flierprops={"markersize": 2})
-            ax.invert_yaxis()
+            if histogram:
+                ax.hist(of, bins=_BIN_EDGES, label=labels)
+                ax.set_ylabel("devices")
+                ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+            else:
+                ax.boxplot(of, orientation="horizontal", tick_labels=labels, widths=0.6, flierprops={"markersize": 2})
+                ax.invert_yaxis()
             show_percent(ax.xaxis)
             ax.set_title(point, loc="left")
             _tidy(ax)

@@ -383,6 +383,8 @@ def _fleet_sections(experiment: Experiment, results: Results, writer: _Writer) -
     for value, caption in (("own_accuracy", "on its own classes"), ("accuracy", "on all classes")):
         if (figure := draw_boxes(devices, value)) is not None:
             boxes.figures.append(writer.figure(figure, f"devices-{value}", f"Accuracy of each device {caption}"))
+    if (figure := draw_boxes(devices, "own_accuracy", histogram=True)) is not None:
+        boxes.figures.append(writer.figure(figure, "devices-histogram", "Devices by accuracy on their own classes"))
     data = _Section("Partitions")
     if not partitions.empty:
         data.figures.append(writer.figure(draw_partitions(partitions), "partitions", "Training rows of each class"))
