@@ -383,6 +383,16 @@ def test_fedd2s_is_scored_on_the_devices_own_rows(name: str) -> None:
     assert experiment.claims
 
 
+def test_fedd2s_baselines_have_two_epochs_of_each_kind() -> None:
+    """Of four, half distil or train the base, and half learn labels or train the head."""
+    cells = read_experiment(find_experiment("fedd2s-table-2"), "paper").cells()
+    of = {cell.label: cell.simulation.configuration() for cell in cells}
+    assert (of["FedMD"].local_epochs, of["FedMD"].proxy_epochs) == (2, 2)
+    assert (of["FedMD"].digest_loss, of["FedMD"].combine) == ("kl", "mean_probs")
+    for label in ("FedRep", "FedRep+"):
+        assert (of[label].local_epochs, of[label].base_epochs) == (4, 2)
+
+
 def of_methods(*names: str, **method: float) -> Experiment:
     methods = {name: MethodEntry() for name in names}
     return Experiment(name="x", title="x", seeds=[0, 1], methods=methods, sections={"method": method})
