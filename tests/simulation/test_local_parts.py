@@ -79,7 +79,8 @@ def test_global_model_on_own_rows_adds_up_to_the_whole(name: str, tmp_path: Path
         whole = store.runs.rounds(RUN)[-1].figures["global_confusion"]
     cells = np.sum([dense(of[0]) for of in own.values()], axis=0)
     assert matrix(cells).cells.tolist() == whole
-    rates = [of[0].correct / of[0].count for of in own.values()]
+    took_part = [device.name for device in report.devices if device.took_part]
+    rates = [own[name][0].correct / own[name][0].count for name in took_part if name in own]
     (row,) = [row for row in report.comparison if row.name.endswith(" global")]
     assert row.own_accuracy == pytest.approx(np.mean(rates))
 
@@ -106,7 +107,8 @@ def test_a_model_has_both_figures_or_neither(name: str, score: Any, tmp_path: Pa
     trained = [device.own_accuracy_trained for device in own if device.own_accuracy_trained is not None]
     assert figures["c_spec"] == pytest.approx(np.mean(trained))
     assert figures["c_spec"] == report.figures_by_round[-1]["c_spec"] == pytest.approx(report.mean_own_accuracy_trained)
-    alone = [device.own_accuracy_alone for device in own if device.accuracy_fleet is not None]
+    counted = [device for device in own if device.took_part or score == "devices"]
+    alone = [device.own_accuracy_alone for device in counted if device.accuracy_fleet is not None]
     assert report.mean_own_accuracy_alone == pytest.approx(np.mean(alone))  # type: ignore[arg-type]
     assert report.comparison[0].own_accuracy == pytest.approx(report.mean_own_accuracy_alone)
 
@@ -124,7 +126,8 @@ def test_top_k_is_on_all_rows_and_fairness_on_own_rows(name: str, tmp_path: Path
     for row in report.comparison:
         assert row.top_k is not None
         assert row.own_fairness is not None
-    own = [device.own_accuracy_alone for device in report.devices if device.accuracy_fleet is not None]
+    counted = [device for device in report.devices if device.took_part and device.accuracy_fleet is not None]
+    own = [device.own_accuracy_alone for device in counted]
     assert report.comparison[0].own_fairness == fairness_of([rate for rate in own if rate is not None])
     plain = simulate(replace(wanted, out=tmp_path / "b"))
     assert report.scores == plain.scores
