@@ -29,6 +29,7 @@ def test_comparison_runs_once_and_grows(tmp_path: Path) -> None:
     assert first.exit_code == 0, first.output
     assert _runs(first.stderr) == ["1 of 2: fedavg, seed 0", "2 of 2: fedavg, seed 1"]
     more = call(tmp_path, "--method", "no_transfer", "--method", "fedavg", "--seeds", "0-2", "--json", "--workers", "2")
+    assert more.exit_code == 0, more.output
     assert len(_runs(more.stderr)) == 4
     said = json.loads(more.stdout)
     assert (said["seeds"], said["controls_missing"]) == ([0, 1, 2], ["tune"])
