@@ -423,6 +423,14 @@ def test_rates_are_said_to_be_defaults_set_or_tuned() -> None:
     assert replace(usual, tune=Tune(setting="method.learning_rate", values=[0.1, 0.2])).rates() == ["Rates: tuned."]
 
 
+def test_settings_beyond_fedavgs_are_named_as_not_tuned() -> None:
+    rates, own = of_methods("fedavg", "fedprox", "moon", "classstats").rates()
+    assert rates == "Rates: defaults, not tuned."
+    assert own == "Settings beyond FedAvg's, not tuned: fedprox: mu = 0.1; moon: contrast_temperature = 0.5, mu = 1.0."
+    tuned = replace(of_methods("fedavg", "fedprox"), tune=Tune(setting="method.mu", values=[0.1, 1.0]))
+    assert tuned.rates() == ["Rates: defaults, not tuned."]
+
+
 def test_notes_name_settings_that_are_not_the_defaults() -> None:
     assert of_methods("fedavg", "fedprox", momentum=0.9).changed_settings() == [], "the default"
     fewer = of_methods("no_transfer", "fedavg", "fedprox", momentum=0.5)

@@ -127,6 +127,7 @@ def test_accuracy_by_class_is_in_results_and_page(done, tmp_path: Path) -> None:
     means = classes[classes["label"] == "FedAvg"].groupby("class")["global"].mean()
     assert {row["name"]: float(row["accuracy"]) for row in rows} == pytest.approx(means.to_dict())
     assert "Accuracy by class" in written.page.read_text()
+    assert "devices&#39; models at the end" in written.page.read_text()
 
 
 def test_progress_counts_runs_and_estimates_the_time_left(done) -> None:

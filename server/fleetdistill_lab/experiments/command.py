@@ -248,7 +248,9 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     said = [
         "Accuracy in %, mean ± standard deviation over seeds; differences are paired by seed, and p is of a paired t "
         "test, adjusted by Holm's method for its column.",
-        *power_lines(len(experiment.seeds), sum(bool(line.base) for line in lines)),
+        *power_lines(
+            len(experiment.seeds), sum(line.p is not None for line in lines) or sum(bool(line.base) for line in lines)
+        ),
         *experiment.notes(),
         *experiment.cautions(),
         *devices_lines(lines, devices),

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.methods import config_class
+from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.names import unknown_name
 from fleetdistill_lab.experiments.controls import Control, missing_controls
@@ -438,7 +439,19 @@ class Experiment:
                 how = "tuned" if is_tuned else "set, not tuned" if is_set else "defaults, not tuned"
                 found.setdefault(how, {})[cell.label] = None
         of = [how if len(found) == 1 else f"{how} ({', '.join(labels)})" for how, labels in found.items()]
-        return [f"Rates: {'; '.join(of)}."] if of else []
+        return [f"Rates: {'; '.join(of)}."] * bool(of) + self._own_settings()
+
+    def _own_settings(self) -> list[str]:
+        """Returns a sentence about what methods that extend FedAvg add to its settings."""
+        tuned = "" if self.tune is None else _full(self.tune.setting).removeprefix("method.")
+        shared = {item.name for item in fields(FedAvgConfig)}
+        found = {}
+        for cell in self._first_cells():
+            config = cell.simulation.configuration()
+            if isinstance(config, FedAvgConfig) and (own := {item.name for item in fields(config)} - shared - {tuned}):
+                found[cell.label] = ", ".join(f"{name} = {json.dumps(getattr(config, name))}" for name in sorted(own))
+        said = "; ".join(f"{label}: {settings}" for label, settings in found.items())
+        return [f"Settings beyond FedAvg's, not tuned: {said}."] if said else []
 
     def changed_settings(self) -> list[str]:
         """Returns a sentence about the settings that are not a method's defaults; those of the grid have columns."""

@@ -27,7 +27,7 @@ AXES = {
     "exchanges": "exchanges of a device",
     "kilobytes": "kB from and to a device",
     "steps": "thousand local steps of a device",
-    "seconds": "seconds on this machine",
+    "seconds": "seconds on this machine, start and interruptions included",
 }
 """What a curve may be a function of, with the axis's title."""
 _STYLE = {

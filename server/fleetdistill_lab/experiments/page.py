@@ -126,7 +126,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
     sections = [
         *metrics,
         _tuning_section(experiment, results, writer),
-        _class_section(results, writer),
+        _class_section(experiment, results, writer),
         _curve_section(results, writer),
         *_fleet_sections(experiment, results, writer),
         _methods_section(results, writer),
@@ -350,7 +350,7 @@ def _tuning_section(experiment: Experiment, results: Results, writer: _Writer) -
     return _Section("Tuned settings", [said], [table])
 
 
-def _class_section(results: Results, writer: _Writer) -> _Section:
+def _class_section(experiment: Experiment, results: Results, writer: _Writer) -> _Section:
     said = "In percent, mean over seeds: of the global model, and of the models that the devices have at the end."
     section, classes = _Section("Accuracy by class", [said], folded=True), results.table("classes")
     for point in dict.fromkeys(classes["point"]):
@@ -358,7 +358,15 @@ def _class_section(results: Results, writer: _Writer) -> _Section:
         means = of.melt(["label", "class"], ["global", "devices"], "model").dropna()
         means = means.groupby(["label", "model", "class"], sort=False)["value"].mean()
         rows = [ClassAccuracy(label, point, model, name, rate) for (label, model, name), rate in means.items()]
-        rates = {(f"{row.label}, {row.model}", row.name): format_value(row.accuracy, None, "percent") for row in rows}
+        wanted, counts = len(experiment.seeds), of.groupby("label")["seed"].nunique()
+        seeds = {label: f" ({number} of {wanted} seeds)" for label, number in counts.items() if number < wanted}
+        columns = {"global": "global model", "devices": "devices' models at the end"}
+        rates = {
+            (f"{row.label}, {columns[row.model]}{seeds.get(row.label, '')}", row.name): format_value(
+                row.accuracy, None, "percent"
+            )
+            for row in rows
+        }
         header = list(dict.fromkeys(model for model, _ in rates))
         lines = [[name, *(rates.get((model, name), "") for model in header)] for name in dict.fromkeys(of["class"])]
         file = f"classes{'-' if point else ''}{_slug(point)}"

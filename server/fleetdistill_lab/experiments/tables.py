@@ -95,8 +95,8 @@ def model_table(lines: Sequence[Line], title: str, *, with_p: bool = True) -> Ta
     header = ("", "all classes", *compared, "own classes", *compared, "bytes", "exchanges", *["from"] * several)
     rows = [
         (
-            line.name,
-            (format_value(line.accuracy, line.accuracy_spread, "percent") or "not scored") + _seeds_text(line),
+            line.name + _seeds_text(line),
+            format_value(line.accuracy, line.accuracy_spread, "percent") or "not scored",
             format_value(line.difference, line.difference_spread, "percent", "+"),
             *[_p_text(line.p)] * with_p,
             format_value(line.own_accuracy, line.own_accuracy_spread, "percent") or "not scored",
