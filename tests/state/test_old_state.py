@@ -141,7 +141,7 @@ def test_what_is_in_it_is_read(state_dir: Path) -> None:
     assert pending.columns == {"parameters": ["parameters"], "metrics": ["metrics"]}
     assert pending.replacement == Replacement(True, 0.5, 0.5)
     splits = ("test/received", "validation/received", "test", "validation")
-    assert pending.scores == {key: [[0, 2], [0, 2]] for key in splits}
+    assert pending.scores == {key: [[0, 1, 2], [1, 1, 2]] for key in splits}
     assert (storage.outbox.tries, storage.outbox.outcome(), storage.outbox.next_attempt(2, 1)) == (1, None, 1)
     with storage.outbox.answer() as payload:
         parameters = decode(payload)["parameters"]
