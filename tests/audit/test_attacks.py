@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from audit.conftest import members_of, run_of
+from audit.conftest import MEMBERS, attacker_of, linked, members_of, message
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributions import MultivariateNormal
@@ -37,32 +37,9 @@ from fleetdistill.training.model import logits_and_embedding
 from fleetdistill.training.parameters import model_parameters
 from fleetdistill_lab.audit.audit import attack, max_mu, parts_sent
 from fleetdistill_lab.audit.knowledge import PublicMoments, class_shares, features_of
-from fleetdistill_lab.audit.linkage import Scored, linkage
 from fleetdistill_lab.audit.public_set import PublicSet, split_public
 from fleetdistill_lab.audit.record import Attacker, DeviceSum, Message, Rows, sums_of
 from fleetdistill_lab.simulation.data.datasets import load_dataset
-from fleetdistill_server.engine.contract import build_method
-
-MEMBERS = 30
-
-
-def message(sent=None, received=None, number=1) -> Message:
-    return Message("device-0", number, "train", 0, received or {}, sent or {})
-
-
-def attacker_of(public: PublicSet, method: str, device: str = "", **settings) -> Attacker:
-    return Attacker(build_method(run_of(method, device, **settings)), public.attacker)
-
-
-def linked(public: PublicSet, attacker: Attacker, messages, of=None) -> dict[tuple[str, str], float]:
-    """The share of the first rows that are linked, by part and attack."""
-    own, decoys = of or members_of(public, MEMBERS), public.decoys
-    everything = Rows(torch.cat([own.inputs, decoys.inputs]), torch.cat([own.labels, decoys.labels]))
-    scored = {
-        part: [Scored(scores[row], scores[len(own) :][decoys.labels == own.labels[row]]) for row in range(len(own))]
-        for part, scores in attack(messages, attacker, everything).items()
-    }
-    return {part: linkage(one).linked for part, one in scored.items()}
 
 
 def features_sent(attacker: Attacker, rows: Rows) -> SampleKnowledge:

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from audit.conftest import run_of
+from audit.conftest import run_of, small
 from rich.table import Table
 from torch import nn
 from typer.testing import CliRunner
@@ -20,11 +20,6 @@ from fleetdistill_lab.audit.output import tables, view
 from fleetdistill_lab.audit.public_set import split_public
 from fleetdistill_lab.simulation.data.datasets import load_dataset
 from fleetdistill_server.cli.app import app
-
-
-def small(method: str, device: str = "", **settings) -> Audit:
-    """Two devices with 120 rows together."""
-    return Audit(config=run_of(method, device, **settings), data=load_dataset("digits"), devices=2, rows=120, rounds=1)
 
 
 def test_features_of_a_shallow_extractor_link_most_rows() -> None:

@@ -7,9 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from audit.conftest import members_of
-from audit.test_attacks import attacker_of, linked, message
-from audit.test_audit import small
+from audit.conftest import attacker_of, linked, members_of, message, small
 
 from fleetdistill.knowledge import Array, NamedTensors
 from fleetdistill.methods.base import Answer, Ask, DeviceMethod
