@@ -86,7 +86,7 @@ class Postgres:
                 pg_ctl(["-w", *words], pgdata=self._server.pgdata, user=self._server.system_user, timeout=60)
             except subprocess.CalledProcessError as error:
                 # A child forked while threads call gRPC can die in gRPC's fork handler, before it becomes pg_ctl.
-                if error.returncode != -signal.SIGSEGV or attempt == _FORKS - 1:
+                if error.returncode not in (-signal.SIGSEGV, -signal.SIGABRT) or attempt == _FORKS - 1:
                     raise
             else:
                 return
