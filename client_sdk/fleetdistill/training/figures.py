@@ -35,7 +35,7 @@ class Confusion:
     @property
     def correct(self) -> int:
         """Number of samples that are classified correctly."""
-        return int(self.hits.sum())
+        return int(self.cells[self.cells[:, 0] == self.cells[:, 1], 2].sum())
 
     @property
     def count(self) -> int:

@@ -495,11 +495,11 @@ class Experiment:
 
     def headers(self) -> list[str]:
         """Returns a sentence about bytes of methods without tensors."""
+        if not (silent := self.silent()):
+            return []
         return [
             f"Bytes are of tensors and the headers of messages; {_some(silent)} has headers only, with a device's "
             "number of rows, loss and metrics."
-            for silent in [self.silent()]
-            if silent
         ]
 
     def notes(self) -> list[str]:
