@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -108,6 +109,23 @@ def test_results_are_those_of_the_reports(done) -> None:
     assert of_run["steps"].tolist() == [spent["steps"] for spent in report["curves"][0]["spent"]]
     sent = traffic[(traffic["run"] == run) & (traffic["label"] == "FedAvg") & (traffic["direction"] == "up")]
     assert sent["bytes"].sum() == pytest.approx(2 * of_run["bytes_up"].sum())
+
+
+@pytest.mark.pictures
+def test_equal_bytes_are_those_of_the_reports(done, tmp_path: Path) -> None:
+    folder, _ = done
+    with open_results(folder) as results:
+        run, curves = results.cells()[0].run, results.curves("global")["", "FedAvg"][0]
+        written = write_report(experiment(), results, tmp_path)
+    report = json.loads((folder / "runs" / run / "report.json").read_text())
+    spent = itertools.accumulate(sent["up"] + sent["down"] for sent in report["bytes_by_round"])
+    assert curves == list(zip(spent, report["global_accuracy_by_round"], strict=True))
+    with (tmp_path / "tables" / "equal-bytes-global.csv").open() as file:
+        rows = {row["label"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["FedProx", "the same"]
+    assert {(row["rounds"], row["reference_rounds"], row["seeds"]) for row in rows.values()} == {("2", "2", "2")}
+    assert float(rows["the same"]["difference"]) == 0
+    assert "At equal bytes" in written.page.read_text()
 
 
 @pytest.mark.pictures

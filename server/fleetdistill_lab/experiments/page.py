@@ -27,12 +27,20 @@ from fleetdistill_lab.experiments.figures import (
 )
 from fleetdistill_lab.experiments.metrics import METRICS
 from fleetdistill_lab.experiments.results import FAILED, FINISHED, Results, Run, StoredCell
-from fleetdistill_lab.experiments.summary import check_claims, comparisons, lines_of, significant_ratio, summarize
+from fleetdistill_lab.experiments.summary import (
+    at_equal_bytes,
+    check_claims,
+    comparisons,
+    lines_of,
+    significant_ratio,
+    summarize,
+)
 from fleetdistill_lab.experiments.tables import (
     ClassAccuracy,
     PrintedValue,
     Table,
     claim_table,
+    equal_bytes_table,
     format_value,
     model_table,
     printed_table,
@@ -128,6 +136,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
         _tuning_section(experiment, results, writer),
         _class_section(experiment, results, writer),
         _curve_section(results, writer),
+        _equal_bytes_section(experiment, results, writer),
         *_fleet_sections(experiment, results, writer),
         _methods_section(results, writer),
         _versions_section(runs, finished, writer),
@@ -248,7 +257,6 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         "that share their runs count once. The best mean of a grid point whose runs have all finished is bold."
     ]
     lines += [*model_lines(experiment), *source_lines(experiment)]
-    captions = [*lines, *experiment.rates()]
     runs, names = results.runs(), results.run_names()
     ks = {runs[cell.run].settings["simulation"].get("top_k") for cell in results.cells() if cell.run in runs}
     with_k = functools.partial(_with_k, ks)
@@ -266,7 +274,7 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         table = with_k(summary_table(metric, summaries, reference, printed, source))
         table = replace(table, title=f"{table.title}; partition {kinds}") if kinds else table
         short.append(with_k(short_table(metric, summaries, printed)))
-        notes = experiment.headers() if METRICS[metric].unit == "bytes" else captions
+        notes = experiment.headers() if METRICS[metric].unit == "bytes" else tables.lines
         tables.tables.append(writer.table(table, f"metric-{metric}", summaries, notes))
         if elsewhere := experiment.printed_elsewhere.get(metric):
             values = [PrintedValue(label, *item) for label, of in elsewhere.items() for item in of.items()]
@@ -382,6 +390,23 @@ def _curve_section(results: Results, writer: _Writer) -> _Section:
         if (figure := draw_curves(rounds, metric, x)) is not None:
             title = f"{CURVE_TITLES[metric]} by {AXES[x]}"
             section.figures.append(writer.figure(figure, f"curve-{metric}-{x}", f"{title[0].upper()}{title[1:]}"))
+    return section
+
+
+def _equal_bytes_section(experiment: Experiment, results: Results, writer: _Writer) -> _Section:
+    reference = experiment.reference or next(iter(experiment.methods))
+    said = (
+        f"Each method beside {reference}, both after the last scored round within the bytes that the cheaper run of "
+        "the two exchanges in its rounds; differences are paired by seed, p values are by Holm's method for the table. "
+        "After rounds has the method's rounds and the reference's, means over seeds; without a scored round of both "
+        "within these bytes there is no difference."
+    )
+    section = _Section("At equal bytes", [said])
+    for metric, title in CURVE_TITLES.items():
+        found = at_equal_bytes(results.curves(metric), reference, len(experiment.seeds), results.run_names())
+        if any(one.seeds for one in found):
+            table = equal_bytes_table(f"{title[0].upper()}{title[1:]}", found, reference)
+            section.tables.append(writer.table(table, f"equal-bytes-{metric}", found, section.lines))
     return section
 
 

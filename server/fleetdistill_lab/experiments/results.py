@@ -339,6 +339,25 @@ class Results:
             result[row["point"]][row["label"]][row["seed"]] = row["value"]
         return result
 
+    def curves(self, metric: str) -> dict[tuple[str, str], dict[int, list[tuple[float, float | None]]]]:
+        """Returns a metric after each round of the finished cells, by grid point and label, then by seed.
+
+        Args:
+            metric: Name in `CURVES`.
+
+        Returns:
+            For each round the bytes from and to a device until then, and the metric; None where it was not scored.
+        """
+        result: dict[tuple[str, str], dict[int, list[tuple[float, float | None]]]] = {}
+        rows = self.database.query(
+            f"SELECT point, label, seed, bytes_up + bytes_down AS bytes, [{metric}] AS value "
+            "FROM cells JOIN rounds USING (run) ORDER BY cells.rowid, round"
+        )
+        for row in rows:
+            curve = result.setdefault((row["point"], row["label"]), {}).setdefault(row["seed"], [])
+            curve.append((row["bytes"] + (curve[-1][0] if curve else 0.0), row["value"]))
+        return result
+
     def cells(self) -> list[StoredCell]:
         """Returns the experiment's cells, in their order."""
         return [StoredCell(**row) for row in self.database["cells"].rows_where(order_by="rowid")]

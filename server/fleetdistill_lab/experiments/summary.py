@@ -14,11 +14,13 @@ from fleetdistill_lab.experiments.results import ModelRow
 from fleetdistill_server.texts import counted
 
 __all__ = [
+    "EqualBytes",
     "Line",
     "Pair",
     "Runs",
     "Summary",
     "Values",
+    "at_equal_bytes",
     "check_claims",
     "comparisons",
     "holm",
@@ -304,6 +306,79 @@ def summarize(
             )
         )
     return result
+
+
+@dataclass(frozen=True)
+class EqualBytes:
+    """A method beside the reference, each after the last scored round within the bytes of the cheaper run of a pair.
+
+    Attributes:
+        label: Label of the method.
+        point: The grid point.
+        seeds: Number of seeds with a difference.
+        wanted: Number of seeds of the experiment.
+        difference, difference_spread: Mean and standard deviation of the paired difference from the reference; None if
+            a seed lacks it, such as one in which the bytes of the cheaper run are not enough for a round of the other.
+        p: Two-sided p value of a paired t test, by Holm's method for all methods and grid points.
+        rounds: The method's rounds, the mean over seeds; None without a difference.
+        reference_rounds: Those of the reference.
+    """
+
+    label: str
+    point: str
+    seeds: int
+    wanted: int
+    difference: float | None
+    difference_spread: float | None
+    p: float | None
+    rounds: float | None
+    reference_rounds: float | None
+
+
+_Curve = Sequence[tuple[float, float | None]]
+"""Bytes until the end of each round, and a metric; None where it was not scored."""
+
+
+def at_equal_bytes(
+    curves: Mapping[tuple[str, str], Mapping[int, _Curve]], reference: str, wanted: int, runs: Runs = _NO_RUNS
+) -> list[EqualBytes]:
+    """Compares each method with the reference at equal bytes, by grid point.
+
+    Args:
+        curves: A metric by grid point and label, then by seed.
+        reference: Label from which differences are.
+        wanted: Number of seeds of the experiment.
+        runs: Names of the runs; by default every cell has a run of its own.
+    """
+    names = _runs_by_key(runs)
+    found = {}
+    for (point, label), of in curves.items():
+        others = curves.get((point, reference), {})
+        if label != reference and others:
+            of_seeds = [_at_equal_bytes(curve, others[seed]) for seed, curve in of.items() if seed in others]
+            found[point, label] = [pair for pair in of_seeds if pair is not None]
+    differences = {
+        key: [mine - other for (_, mine), (_, other) in pairs] if len(pairs) >= wanted else []
+        for key, pairs in found.items()
+    }
+    tests = [(names.get(key, key), names.get((key[0], reference), (key[0], reference))) for key in found]
+    p_values = holm(list(map(paired_p, differences.values())), tests)
+    result = []
+    for ((point, label), pairs), p in zip(found.items(), p_values, strict=True):
+        rounds = [statistics.mean(number for number, _ in of) for of in zip(*pairs, strict=True)] or [None, None]
+        difference = mean_and_spread(differences[point, label])
+        result.append(EqualBytes(label, point, len(pairs), wanted, *difference, p, *rounds))
+    return result
+
+
+def _at_equal_bytes(curve: _Curve, other: _Curve) -> tuple[tuple[int, float], tuple[int, float]] | None:
+    """Returns the last scored round of each within the bytes of the cheaper one, with its metric; None without one."""
+    budget = min(curve[-1][0], other[-1][0]) * (1 + _HEADERS)
+    mine, others = (
+        [(number, value) for number, (spent, value) in enumerate(of, 1) if value is not None and spent <= budget]
+        for of in (curve, other)
+    )
+    return (mine[-1], others[-1]) if mine and others else None
 
 
 def significant_ratio(seeds: int, comparisons: int) -> float | None:

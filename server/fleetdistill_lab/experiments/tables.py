@@ -14,7 +14,7 @@ from fleetdistill_lab.experiments.changes import Change
 from fleetdistill_lab.experiments.definition import join_names
 from fleetdistill_lab.experiments.metrics import METRICS
 from fleetdistill_lab.experiments.results import ModelRow
-from fleetdistill_lab.experiments.summary import LEVEL, Line, Pair, Summary
+from fleetdistill_lab.experiments.summary import LEVEL, EqualBytes, Line, Pair, Summary
 from fleetdistill_server.texts import readable_bytes
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ __all__ = [
     "Table",
     "change_table",
     "claim_table",
+    "equal_bytes_table",
     "fit",
     "format_value",
     "model_table",
@@ -111,7 +112,7 @@ def model_table(lines: Sequence[Line], title: str, *, with_p: bool = True) -> Ta
     return Table(title, header, rows)
 
 
-def _seeds_text(of: Line | Pair) -> str:
+def _seeds_text(of: Line | Pair | EqualBytes) -> str:
     return f" ({of.seeds} of {of.wanted} seeds)" if 0 < of.seeds < of.wanted else ""
 
 
@@ -233,6 +234,27 @@ def _mean_text(one: Summary, metric: str) -> str:
     return f"{text} ({one.seeds} of {one.wanted} seeds{failed})" if one.seeds < one.wanted else text
 
 
+def equal_bytes_table(title: str, found: Sequence[EqualBytes], reference: str) -> Table:
+    """Returns the table of differences at equal bytes: a row for each method, and three columns for each grid point."""
+    points = list(dict.fromkeys(one.point for one in found))
+    by_key = {(one.label, one.point): one for one in found}
+    rows = []
+    for label in dict.fromkeys(one.label for one in found):
+        row = [label]
+        for point in points:
+            row += _equal_bytes_texts(by_key.get((label, point)))
+        rows.append(row)
+    header = ["", *chain.from_iterable((point or f"from {reference}", "p", "after rounds") for point in points)]
+    return Table(f"{title}, difference from {reference} at equal bytes, in percentage points", header, rows, width=3)
+
+
+def _equal_bytes_texts(one: EqualBytes | None) -> tuple[str, str, str]:
+    if one is None or one.rounds is None or one.reference_rounds is None:
+        return "", "", "" if one is None else "none within the bytes"
+    text = format_value(one.difference, one.difference_spread, "percent", "+") + _seeds_text(one)
+    return text, _p_text(one.p), f"{one.rounds:g} and {one.reference_rounds:g}"
+
+
 def claim_table(text: str, metric: str, pairs: Sequence[Pair]) -> Table:
     """Returns the table of a claim's pairs; a lead is above 0 if the claimed order holds."""
     unit = METRICS[metric].unit
@@ -326,7 +348,9 @@ def _sizes(lines: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(cell_len, column)) + 3 for column in zip(*lines, strict=True)]
 
 
-def save_csv(rows: Table | Iterable[ModelRow | Summary | Pair | PrintedValue | ClassAccuracy], file: Path) -> None:
+def save_csv(
+    rows: Table | Iterable[ModelRow | Summary | Pair | EqualBytes | PrintedValue | ClassAccuracy], file: Path
+) -> None:
     """Writes a table's texts, or rows with full precision; rates are in [0, 1]."""
     found = [] if isinstance(rows, Table) else list(rows)
     with file.open("w", newline="", encoding="utf-8") as opened:
