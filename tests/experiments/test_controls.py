@@ -11,6 +11,7 @@ import pytest
 
 from fleetdistill.methods import config_class
 from fleetdistill_lab.experiments.definition import Experiment, MethodEntry, Tune
+from fleetdistill_lab.experiments.notes import cautions, controls_missing
 
 USUAL = {
     "fedavg": MethodEntry(),
@@ -26,13 +27,13 @@ def experiment(entries: Mapping[str, MethodEntry], **others: Any) -> Experiment:
 
 
 def missing(entries: Mapping[str, MethodEntry], **others: Any) -> list[str]:
-    return [control.label for control in experiment({**USUAL, **entries}, **others).missing_controls()]
+    return [control.label for control in controls_missing(experiment({**USUAL, **entries}, **others))]
 
 
 def test_missing_controls_are_named_with_a_remedy() -> None:
     given = experiment({"fedprox": MethodEntry()}, tune=None, is_file=True)
-    assert [control.label for control in given.missing_controls()] == ["fedavg", "no_transfer", "falling_rate", "tune"]
-    said = [line for line in given.cautions() if "control" in line]
+    assert [control.label for control in controls_missing(given)] == ["fedavg", "no_transfer", "falling_rate", "tune"]
+    said = [line for line in cautions(given) if "control" in line]
     assert said == [
         "A control is missing: FedAvg, the weighted mean of the models; add [methods.fedavg].",
         "A control is missing: training alone; add [methods.no_transfer].",
@@ -41,7 +42,7 @@ def test_missing_controls_are_named_with_a_remedy() -> None:
         "A control is missing: a learning rate that is tuned for each method; add [tune] with "
         'setting = "method.learning_rate" and values, such as [0.005, 0.02, 0.08].',
     ]
-    of_compare = [line.partition("; ")[2] for line in replace(given, is_file=False).cautions() if "control" in line]
+    of_compare = [line.partition("; ")[2] for line in cautions(replace(given, is_file=False)) if "control" in line]
     assert of_compare == [
         "add --method fedavg.",
         "add --method no_transfer.",
@@ -71,7 +72,7 @@ def test_one_round_has_no_falling_rate() -> None:
 def test_method_needs_itself_without_its_own_part(method: str, settings: dict[str, Any]) -> None:
     assert missing({method: MethodEntry()}) == [f"{method}_control"]
     assert missing({method: MethodEntry(), "control": MethodEntry(method=method, settings=settings)}) == []
-    (said,) = [line for line in experiment({**USUAL, method: MethodEntry()}).cautions() if "control is" in line]
+    (said,) = [line for line in cautions(experiment({**USUAL, method: MethodEntry()})) if "control is" in line]
     ((name, value),) = settings.items()
     assert f"--method {method}_control={method} --set '{method}_control.{name}={str(value).lower()}'" in said
 
@@ -92,7 +93,7 @@ def test_several_exchanges_need_fedavg_with_as_many() -> None:
     assert missing({"feddkd": MethodEntry(settings={"dkd_steps": 0})}) == []
     more = MethodEntry(method="fedavg", simulation={"rounds": 120})
     assert missing({"feddkd": MethodEntry(settings={"dkd_steps": 3}), "more": more}) == []
-    (said,) = [line for line in experiment({**USUAL, "feddkd": MethodEntry()}).cautions() if "control is" in line]
+    (said,) = [line for line in cautions(experiment({**USUAL, "feddkd": MethodEntry()})) if "control is" in line]
     assert said.endswith("add --method equal_exchanges=fedavg --set 'equal_exchanges.simulation.rounds=120'.")
 
 
@@ -105,5 +106,5 @@ def test_fixed_features_need_fedavg_and_alone_on_them() -> None:
     assert missing({"classstats": MethodEntry(), **on_features}) == []
     trained = {"classstats": MethodEntry(settings={"features": "model"})}
     assert missing(trained) == [], "the features of the run's own extractor"
-    (said, _) = [line for line in experiment({**USUAL, "classstats": MethodEntry()}).cautions() if "control is" in line]
+    (said, _) = [line for line in cautions(experiment({**USUAL, "classstats": MethodEntry()})) if "control is" in line]
     assert """--set 'fedavg_on_scattering.simulation.models=["linear:scattering"]'.""" in said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from fleetdistill.errors import ConfigurationError
 from fleetdistill_lab.experiments.definition import (
     Experiment,
     MethodEntry,
-    Tune,
     find_experiment,
     packaged,
     parse_seeds,
@@ -391,84 +389,6 @@ def test_fedd2s_baselines_have_two_epochs_of_each_kind() -> None:
     assert (of["FedMD"].digest_loss, of["FedMD"].combine) == ("kl", "mean_probs")
     for label in ("FedRep", "FedRep+"):
         assert (of[label].local_epochs, of[label].base_epochs) == (4, 2)
-
-
-def of_methods(*names: str, **method: float) -> Experiment:
-    methods = {name: MethodEntry() for name in names}
-    return Experiment(name="x", title="x", seeds=[0, 1], methods=methods, sections={"method": method})
-
-
-def test_defaults_that_differ_are_named_with_a_remedy() -> None:
-    """feddkc has the defaults of LocalTraining, fedavg and no_transfer have others."""
-    (said,) = of_methods("no_transfer", "fedavg", "feddkc").differing_defaults()
-    assert "learning_rate is 0.02 with no_transfer and fedavg, 0.01 with feddkc; " in said
-    assert "weight_decay is 0 with no_transfer and fedavg, 0.0005 with feddkc. " in said
-    assert said.endswith("give compare --set method.learning_rate=VALUE --set method.weight_decay=VALUE.")
-    (of_file,) = replace(of_methods("fedavg", "feddkc"), is_file=True).cautions()[:1]
-    assert of_file.endswith("To set them alike, set learning_rate and weight_decay in [method] of the file.")
-    (other,) = of_methods("fedavg", "feddkc", learning_rate=0.1).differing_defaults()
-    assert "learning_rate" not in other, "set alike"
-    assert of_methods("fedavg", "no_transfer").differing_defaults() == []
-    (many,) = of_methods("fedavg", "no_transfer", "fedprox", "feddkd", "feddkc").differing_defaults()
-    assert "0.02 with fedavg and no_transfer and 2 others, 0.01 with feddkc; " in many
-
-
-def test_rates_are_said_to_be_defaults_set_or_tuned() -> None:
-    usual = of_methods("no_transfer", "fedavg")
-    assert usual.rates() == ["Rates: defaults, not tuned."]
-    assert of_methods("no_transfer", "fedavg", learning_rate=0.1).rates() == ["Rates: set, not tuned."]
-    one = {"fedavg": MethodEntry(settings={"learning_rate": 0.1}), "no_transfer": MethodEntry()}
-    (said,) = replace(usual, methods=one).rates()
-    assert said == "Rates: set, not tuned (fedavg); defaults, not tuned (no_transfer)."
-    assert replace(usual, tune=Tune(setting="method.learning_rate", values=[0.1, 0.2])).rates() == ["Rates: tuned."]
-
-
-def test_settings_beyond_fedavgs_are_named_as_not_tuned() -> None:
-    rates, own = of_methods("fedavg", "fedprox", "moon", "classstats").rates()
-    assert rates == "Rates: defaults, not tuned."
-    assert own == "Settings beyond FedAvg's, not tuned: fedprox: mu = 0.1; moon: contrast_temperature = 0.5, mu = 1.0."
-    tuned = replace(of_methods("fedavg", "fedprox"), tune=Tune(setting="method.mu", values=[0.1, 1.0]))
-    assert tuned.rates() == ["Rates: defaults, not tuned."]
-
-
-def test_notes_name_settings_that_are_not_the_defaults() -> None:
-    assert of_methods("fedavg", "fedprox", momentum=0.9).changed_settings() == [], "the default"
-    fewer = of_methods("no_transfer", "fedavg", "fedprox", momentum=0.5)
-    assert fewer.changed_settings() == ["Not the defaults: all methods: momentum = 0.5."]
-    of_one = {"fedavg": MethodEntry(), "FedProx": MethodEntry(method="fedprox", settings={"mu": 1.0})}
-    assert replace(fewer, methods=of_one, sections={}).changed_settings() == ["Not the defaults: FedProx: mu = 1.0."]
-    many = of_methods("fedavg", "fedprox", "fedmax", "moon", "fedbn", "feddkc", momentum=0.5, mu=3.0)
-    assert many.changed_settings() == ["Not the defaults: all methods: momentum = 0.5; fedprox and moon: mu = 3.0."]
-    (said,) = replace(many, sections={"method": {"weighting": "uniform"}}).changed_settings()
-    assert said == 'Not the defaults: all but fedbn and feddkc: weighting = "uniform".'
-    point = {"mu": {"1": {"method.mu": 1.0}}}
-    assert replace(of_methods("fedavg", "fedprox"), grid=point).changed_settings() == [], "the grid has it"
-
-
-def test_notes_name_bounded_methods_and_headers_alone() -> None:
-    both = of_methods("no_transfer", "fedavg")
-    (said,) = both.bounds()
-    assert said.startswith("robust is on with fedavg: ")
-    assert said.endswith("For plain means, give compare --set method.robust=off.")
-    assert 'set robust = "off" in [method]' in replace(both, is_file=True).bounds()[0]
-    assert replace(both, sections={"method": {"robust": "off"}}).bounds() == []
-    assert both.notes()[-1].startswith("Bytes are of tensors and the headers of messages; no_transfer has headers only")
-    assert not any("Bytes" in note for note in of_methods("fedavg", "fedprox").notes())
-
-
-def test_networks_that_differ_are_named_with_a_remedy() -> None:
-    """Methods that average models have the largest default network on each device, others have all of them."""
-    (said,) = of_methods("fedavg", "no_transfer", "fedprox").differing_networks()
-    assert "fedavg and fedprox: only the largest of the default networks; " in said
-    assert "no_transfer: the default networks in turn. " in said
-    assert """--set 'simulation.models=["digits_mlp_large"]'""" in said
-    assert of_methods("fedavg", "fedprox").differing_networks() == []
-    compared = of_methods("fedavg", "no_transfer")
-    two = {"simulation": {"models": ["digits_linear", "digits_mlp_large"]}}
-    (among,) = replace(compared, sections=two).differing_networks()
-    assert "fedavg: only the largest of digits_linear, digits_mlp_large; no_transfer: digits_linear, " in among
-    one = {"simulation": {"models": ["digits_mlp_large"]}}
-    assert replace(compared, sections=one).differing_networks() == []
 
 
 def of_partition(grid: dict[str, Any], **simulation: object) -> Experiment:

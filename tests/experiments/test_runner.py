@@ -27,7 +27,8 @@ from fleetdistill.state.file_lock import lock_file
 from fleetdistill_lab.experiments.changes import changed_definition, changed_results, changed_versions
 from fleetdistill_lab.experiments.definition import Claim, Experiment, MethodEntry, Tune, read_experiment
 from fleetdistill_lab.experiments.metrics import Target
-from fleetdistill_lab.experiments.page import Written, model_lines, write_report
+from fleetdistill_lab.experiments.notes import model_notes
+from fleetdistill_lab.experiments.page import Written, write_report
 from fleetdistill_lab.experiments.results import Results, open_results
 from fleetdistill_lab.experiments.runner import Progress, Times, run_experiment
 from fleetdistill_lab.experiments.summary import holm, paired_p
@@ -580,9 +581,9 @@ def test_report_without_its_scale_names_the_results(tmp_path: Path, monkeypatch:
 def test_notes_name_the_model_that_devices_have_at_the_end() -> None:
     averaged = MethodEntry(method="fedavg")
     for others, methods in (({}, "all methods"), ({"alone": MethodEntry(method="no_transfer")}, "FedAvg")):
-        (line,) = model_lines(experiment(methods={"FedAvg": averaged, **others}))
+        (line,) = model_notes(experiment(methods={"FedAvg": averaged, **others}))
         assert line.startswith(f"The model that a device has at the end is the global one with {methods}. ")
-    assert model_lines(experiment(methods={"alone": MethodEntry(method="no_transfer")})) == []
+    assert model_notes(experiment(methods={"alone": MethodEntry(method="no_transfer")})) == []
 
 
 @pytest.mark.long

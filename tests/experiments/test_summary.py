@@ -19,7 +19,7 @@ from rich.console import Console
 from fleetdistill_console.tables import open_console, print_all
 from fleetdistill_lab.experiments.definition import Claim
 from fleetdistill_lab.experiments.figures import draw_boxes, draw_lines, save_figure
-from fleetdistill_lab.experiments.page import power_lines
+from fleetdistill_lab.experiments.notes import power_notes
 from fleetdistill_lab.experiments.results import ModelRow
 from fleetdistill_lab.experiments.summary import (
     Pair,
@@ -186,9 +186,9 @@ def test_smaller_is_better_for_bytes(tmp_path: Path) -> None:
 
 
 def test_power_is_said_only_of_comparisons() -> None:
-    assert power_lines(1, 0) == power_lines(2, 0) == power_lines(5, 1) == []
-    assert power_lines(1, 1) == ["Only 1 seed: no difference can be told from chance."]
-    assert power_lines(2, 1)[0].startswith("2 seeds and 1 comparison a metric: ")
+    assert power_notes(1, 0) == power_notes(2, 0) == power_notes(5, 1) == []
+    assert power_notes(1, 1) == ["Only 1 seed: no difference can be told from chance."]
+    assert power_notes(2, 1)[0].startswith("2 seeds and 1 comparison a metric: ")
 
 
 def test_claims_are_checked_pair_by_pair() -> None:

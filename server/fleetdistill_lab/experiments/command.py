@@ -129,6 +129,7 @@ def _run(
     from rich.progress import Progress as Bars
 
     from fleetdistill_lab.experiments.definition import join_names
+    from fleetdistill_lab.experiments.notes import cautions
     from fleetdistill_lab.experiments.runner import run_experiment
 
     console = Console(stderr=True)
@@ -163,7 +164,7 @@ def _run(
                 more = f"; {left}" if left and done.finished < done.total else ""
                 runs = f" runs{what}" if what else ""
                 say(f"{done.finished} of {done.total}{runs} finished before{more}{then}")
-            for sentence in experiment.cautions() if not begun else ():
+            for sentence in cautions(experiment) if not begun else ():
                 say(sentence)
             if not done.finished:
                 say(f"{counted(done.total, 'run')}{what}; a line follows when one ends{then}")
@@ -206,7 +207,7 @@ def _duration(seconds: float) -> str:
 
 def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     from fleetdistill_lab.experiments.figures import draw_lines, save_figure
-    from fleetdistill_lab.experiments.page import power_lines
+    from fleetdistill_lab.experiments.notes import cautions, controls_missing, notes, power_notes
     from fleetdistill_lab.experiments.results import open_results
     from fleetdistill_lab.experiments.summary import lines_of
     from fleetdistill_lab.experiments.tables import fit, model_table, rich_table, save_csv
@@ -242,17 +243,17 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
         "partition": first.partition_path,
         "devices": devices,
         "seeds": list(experiment.seeds),
-        "controls_missing": [control.label for control in experiment.missing_controls()],
+        "controls_missing": [control.label for control in controls_missing(experiment)],
     }
     view = View({"models": [asdict(line) for line in lines]}, facts)
     said = [
         "Accuracy in %, mean ± standard deviation over seeds; differences are paired by seed, and p is of a paired t "
         "test, adjusted by Holm's method for its column.",
-        *power_lines(
+        *power_notes(
             len(experiment.seeds), sum(line.p is not None for line in lines) or sum(bool(line.base) for line in lines)
         ),
-        *experiment.notes(),
-        *experiment.cautions(),
+        *notes(experiment),
+        *cautions(experiment),
         *devices_lines(lines, devices),
         *left_out,
         f"{out}/: compare.csv, compare.png, results.sqlite, parquet/, and runs/ with a folder for each run",

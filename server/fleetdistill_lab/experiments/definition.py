@@ -16,20 +16,14 @@ from pydantic_core import ErrorDetails
 
 from fleetdistill.errors import ConfigurationError, DataError
 from fleetdistill.methods import config_class
-from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill.methods.outside import import_modules
 from fleetdistill.names import unknown_name
-from fleetdistill_lab.experiments.controls import Control, missing_controls
 from fleetdistill_lab.experiments.metrics import METRICS, Target
 from fleetdistill_lab.simulation.checks import check_settings, check_used
 from fleetdistill_lab.simulation.folder import FREE_TO_CHANGE, settings_as_json
 from fleetdistill_lab.simulation.options import absolute_paths, check_section, merge_settings
-from fleetdistill_lab.simulation.spec.plan import DIGITS_MODELS, RESNET_MODELS, models_in_words
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.section import read_toml
-from fleetdistill_server.methods import server_class
-from fleetdistill_server.methods.averaging import OFF
-from fleetdistill_server.methods.traffic import Sizes
 
 __all__ = [
     "SCALE",
@@ -230,6 +224,11 @@ class Experiment:
     is_file: bool = False
 
     @property
+    def tuned_setting(self) -> str:
+        """The setting that is tuned, as `section.key`; empty without `tune`."""
+        return "" if self.tune is None else _full(self.tune.setting)
+
+    @property
     def points(self) -> dict[str, dict[str, Any]]:
         """The grid's points by name, with their settings as `section.key`."""
         axes = [list(points.items()) for points in self.grid.values()]
@@ -247,7 +246,7 @@ class Experiment:
         self.check_names()
         if self.tune is None:
             return []
-        key, changes = _full(self.tune.setting), dict(_VALIDATION)
+        key, changes = self.tuned_setting, dict(_VALIDATION)
         tries = [
             (label, point, value)
             for point in self.points
@@ -262,9 +261,8 @@ class Experiment:
         ]
 
     def _is_tuned(self, label: str) -> bool:
-        assert self.tune is not None
-        section, _, name = _full(self.tune.setting).partition(".")
-        return section != "method" or name in self._settings_of(label)
+        section, _, name = self.tuned_setting.partition(".")
+        return section != "method" or name in self.settings_of(label)
 
     def cells(self, tuned: Mapping[tuple[str, str], Any] | None = None) -> list[Cell]:
         """Returns all cells in the order of their runs: a stopped experiment has whole grid points.
@@ -277,7 +275,7 @@ class Experiment:
         Raises:
             ConfigurationError: A method, a setting or a label is unknown, or a setting is out of range.
         """
-        key, chosen = "" if self.tune is None else _full(self.tune.setting), tuned or {}
+        key, chosen = self.tuned_setting, tuned or {}
         return self._cells(
             (label, point, seed, {key: chosen[label, point]} if (label, point) in chosen else {})
             for point in self.points
@@ -296,14 +294,14 @@ class Experiment:
         _refuse(where + said for said, where in problems.items())
         return result
 
-    def _settings_of(self, label: str) -> set[str]:
+    def settings_of(self, label: str) -> set[str]:
         """Returns the names of the settings of a label's method."""
         return {item.name for item in fields(config_class(self.methods[label].method or label))}
 
     def _cell(self, label: str, point: str, seed: int, changes: Mapping[str, Any]) -> Cell:
         """Returns a cell with further settings, by `section.key`, that precede all others."""
         entry, settings = self.methods[label], self.points[point]
-        method, known = entry.method or label, self._settings_of(label)
+        method, known = entry.method or label, self.settings_of(label)
         of_point = {name: _of_section(settings, name) for name in SECTIONS}
         for_all = {**self.sections.get("method", {}), **of_point["method"]}
         sections = {
@@ -361,12 +359,12 @@ class Experiment:
         settings, all_known = set[str](), True
         for label in methods.values():
             try:
-                settings |= self._settings_of(label)
+                settings |= self.settings_of(label)
             except ConfigurationError as error:
                 all_known = False
                 yield str(error)
         keys = [key for points in self.grid.values() for of in points.values() for key in of]
-        for key in (*keys, *([_full(self.tune.setting)] if self.tune else [])):
+        for key in (*keys, *filter(None, [self.tuned_setting])):
             if key.partition(".")[0] not in SECTIONS:
                 yield f"{key}: {unknown_name('section', key.partition('.')[0], SECTIONS)}"
         given = [
@@ -392,140 +390,9 @@ class Experiment:
             if point not in self.points:
                 yield unknown_name("grid point", point, self.points)
 
-    def differing_defaults(self) -> list[str]:
-        """Returns a sentence if the default learning rates or weight decays of methods differ and are not set."""
-        cells = self._first_cells()
-        tuned, found = "" if self.tune is None else _full(self.tune.setting), dict[str, str]()
-        for name in ("learning_rate", "weight_decay"):
-            labels: dict[float, list[str]] = {}
-            for cell in cells:
-                if name in self._settings_of(cell.label) and name not in cell.sections.get("method", {}):
-                    labels.setdefault(getattr(cell.simulation.configuration(), name), []).append(cell.label)
-            if len(labels) > 1 and tuned != f"method.{name}":
-                found[name] = ", ".join(f"{value:g} with {_some(of)}" for value, of in labels.items())
-        if not found:
-            return []
-        options = " ".join(f"--set method.{name}=VALUE" for name in found)
-        remedy = f"set {' and '.join(found)} in [method] of the file" if self.is_file else f"give compare {options}"
-        differing = "; ".join(f"{name} is {of}" for name, of in found.items())
-        return [f"Defaults differ between methods: {differing}. To set them alike, {remedy}."]
-
-    def differing_networks(self) -> list[str]:
-        """Returns a sentence if the devices of some methods have other networks than those of others."""
-        points: dict[str, dict[str, list[str]]] = {}
-        cells = replace(self, seeds=self.seeds[:1]).cells()
-        for cell in cells:
-            points.setdefault(cell.point, {}).setdefault(models_in_words(cell.simulation), []).append(cell.label)
-        point, found = max(points.items(), key=lambda of: len(of[1]))
-        if len(found) == 1:
-            return []
-        one = cells[0].simulation
-        usual = DIGITS_MODELS[2] if one.dataset == "digits" and one.image_size is None else RESNET_MODELS[-1]
-        differing = "; ".join(f"{_some(of)}: {models}" for models, of in found.items())
-        models = f'models=["{(*one.model_paths, usual)[0]}"]'
-        remedy = (
-            f"set {models} in [simulation] of the file" if self.is_file else f"give compare --set 'simulation.{models}'"
-        )
-        where = f" ({point})" if point else ""
-        return [f"Devices' networks differ between methods{where}: {differing}. To give all the same one, {remedy}."]
-
-    def rates(self) -> list[str]:
-        """Returns a sentence about the learning rates of the runs: tuned, set or defaults."""
-        found: dict[str, dict[str, None]] = {}
-        for cell in replace(self, seeds=self.seeds[:1]).cells():
-            if "learning_rate" in self._settings_of(cell.label):
-                is_set = "learning_rate" in cell.sections.get("method", {})
-                is_tuned = self.tune is not None and self.tune.setting == "method.learning_rate"
-                how = "tuned" if is_tuned else "set, not tuned" if is_set else "defaults, not tuned"
-                found.setdefault(how, {})[cell.label] = None
-        of = [how if len(found) == 1 else f"{how} ({', '.join(labels)})" for how, labels in found.items()]
-        return [f"Rates: {'; '.join(of)}."] * bool(of) + self._own_settings()
-
-    def _own_settings(self) -> list[str]:
-        """Returns a sentence about what methods that extend FedAvg add to its settings."""
-        tuned = "" if self.tune is None else _full(self.tune.setting).removeprefix("method.")
-        shared = {item.name for item in fields(FedAvgConfig)}
-        found = {}
-        for cell in self._first_cells():
-            config = cell.simulation.configuration()
-            if isinstance(config, FedAvgConfig) and (own := {item.name for item in fields(config)} - shared - {tuned}):
-                found[cell.label] = ", ".join(f"{name} = {json.dumps(getattr(config, name))}" for name in sorted(own))
-        said = "; ".join(f"{label}: {settings}" for label, settings in found.items())
-        return [f"Settings beyond FedAvg's, not tuned: {said}."] if said else []
-
-    def changed_settings(self) -> list[str]:
-        """Returns a sentence about the settings that are not a method's defaults; those of the grid have columns."""
-        columns = {key for of in self.points.values() for key in of} | (
-            {_full(self.tune.setting)} if self.tune else set()
-        )
-        found: dict[str, list[str]] = {}
-        for cell in self._first_cells():
-            defaults = {item.name: item.default for item in fields(config_class(cell.simulation.method))}
-            for name, value in cell.sections.get("method", {}).items():
-                if value != defaults.get(name) and f"method.{name}" not in columns:
-                    found.setdefault(f"{name} = {json.dumps(value)}", []).append(cell.label)
-        of_labels: dict[str, list[str]] = {}
-        for setting, labels in found.items():
-            of_labels.setdefault(self._words_of(labels), []).append(setting)
-        said = "; ".join(f"{labels}: {', '.join(settings)}" for labels, settings in of_labels.items())
-        return [f"Not the defaults: {said}."] if said else []
-
-    def bounds(self) -> list[str]:
-        """Returns a sentence about methods whose server bounds what devices far from the others send."""
-        sending = [cell for cell in self._first_cells() if cell.label not in self.silent()]
-        bounded = [cell.label for cell in sending if getattr(cell.simulation.configuration(), "robust", OFF) != OFF]
-        if not bounded:
-            return []
-        remedy = (
-            'set robust = "off" in [method] of the file' if self.is_file else "give compare --set method.robust=off"
-        )
-        return [
-            f"robust is on with {self._words_of(bounded)}: the server bounds answers far from the others', also "
-            f"of honest devices, which no method's paper does. For plain means, {remedy}."
-        ]
-
-    def silent(self) -> list[str]:
-        """Returns the labels whose devices exchange no tensors."""
-        return [
-            cell.label
-            for cell in self._first_cells()
-            for config in [cell.simulation.configuration()]
-            if not any(one.up or one.down for one in server_class(cell.simulation.method).exchanges(config, Sizes()))
-        ]
-
-    def headers(self) -> list[str]:
-        """Returns a sentence about bytes of methods without tensors."""
-        if not (silent := self.silent()):
-            return []
-        return [
-            f"Bytes are of tensors and the headers of messages; {_some(silent)} has headers only, with a device's "
-            "number of rows, loss and metrics."
-        ]
-
-    def notes(self) -> list[str]:
-        """Returns sentences about rates, settings and bytes of the methods, for below the tables."""
-        return [*self.rates(), *self.changed_settings(), *self.bounds(), *self.headers()]
-
-    def _first_cells(self) -> list[Cell]:
-        cells = replace(self, seeds=self.seeds[:1]).cells()
-        return [cell for cell in cells if cell.point == next(iter(self.points))]
-
-    def _words_of(self, labels: Sequence[str]) -> str:
-        others = [label for label in self.methods if label not in labels]
-        if len(labels) == 1 or (others and len(labels) <= 3):
-            return _some(labels)
-        return f"all but {_some(others)}" if others else "all methods"
-
-    def cautions(self) -> list[str]:
-        """Returns sentences about what a reader may take for equal or for there: defaults, networks and controls."""
-        missing = [control.caution(self.is_file) for control in self.missing_controls()]
-        return [*self.differing_defaults(), *self.differing_networks(), *missing]
-
-    def missing_controls(self) -> list[Control]:
-        """Returns the controls that the experiment lacks."""
-        is_tuned = self.tune is not None and self.tune.setting == "method.learning_rate"
-        cells = replace(self, seeds=self.seeds[:1]).cells()
-        return missing_controls([cell.simulation for cell in cells], is_tuned)
+    def first_seed(self) -> list[Cell]:
+        """Returns the cells of the first seed, of all grid points; raises ConfigurationError as `cells`."""
+        return replace(self, seeds=self.seeds[:1]).cells()
 
     def without_other_points(self, others: Iterable[str]) -> Experiment:
         """Returns a copy without claims about grid points of another scale only, whose printed values are apart."""
@@ -555,12 +422,6 @@ def _refuse(problems: Iterable[str]) -> None:
 def join_names(*names: str) -> str:
     """Returns the names of a cell, such as its label and grid point, without empty ones."""
     return ", ".join(name for name in names if name)
-
-
-def _some(labels: Sequence[str]) -> str:
-    """Returns the labels in words; the first two and a number if they are many."""
-    shown = labels if len(labels) <= 3 else [*labels[:2], f"{len(labels) - 2} others"]
-    return " and ".join(shown)
 
 
 def _of_section(settings: Mapping[str, Any], section: str) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetdistill.knowledge import KINDS
-from fleetdistill.methods import device_class
 from fleetdistill_lab.experiments.definition import SCALE, Experiment, join_names
 from fleetdistill_lab.experiments.figures import (
     AXES,
@@ -26,13 +25,13 @@ from fleetdistill_lab.experiments.figures import (
     save_figure,
 )
 from fleetdistill_lab.experiments.metrics import METRICS
+from fleetdistill_lab.experiments.notes import cautions, header_notes, model_notes, notes, power_notes, source_notes
 from fleetdistill_lab.experiments.results import FAILED, FINISHED, Results, Run, StoredCell
 from fleetdistill_lab.experiments.summary import (
     at_equal_bytes,
     check_claims,
     comparisons,
     lines_of,
-    significant_ratio,
     summarize,
 )
 from fleetdistill_lab.experiments.tables import (
@@ -57,9 +56,7 @@ from fleetdistill_server.texts import counted, readable_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Written", "power_lines", "write_report"]
-
-_MANY_SEEDS = 5
+__all__ = ["Written", "write_report"]
 
 
 @dataclass(frozen=True)
@@ -164,9 +161,9 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
         page,
         short,
         [
-            *model_lines(experiment),
-            *source_lines(experiment),
-            *experiment.notes(),
+            *model_notes(experiment),
+            *source_notes(experiment),
+            *notes(experiment),
             *tuning_lines(experiment, results),
             *warnings,
         ],
@@ -174,9 +171,9 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
 
 
 def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, int]) -> list[str]:
-    result = [*experiment.cautions(), *results.clients_left_out(), *results.initial_models()]
+    result = [*cautions(experiment), *results.clients_left_out(), *results.initial_models()]
     reference = experiment.reference or next(iter(experiment.methods))
-    result += power_lines(len(experiment.seeds), comparisons(results.run_names(), reference))
+    result += power_notes(len(experiment.seeds), comparisons(results.run_names(), reference))
     result += _edge_lines(experiment, results)
     if by_status.get("not run"):
         result.append(
@@ -196,56 +193,10 @@ def _warnings(experiment: Experiment, results: Results, by_status: Mapping[str, 
     return result
 
 
-def power_lines(seeds: int, number: int) -> list[str]:
-    """Returns a sentence about what few seeds cannot show.
-
-    Args:
-        seeds: Number of seeds.
-        number: Number of comparisons of a metric; without one there is nothing to say.
-    """
-    if not number:
-        return []
-    ratio = significant_ratio(seeds, number)
-    if ratio is None:
-        return [f"Only {counted(seeds, 'seed')}: no difference can be told from chance."]
-    if seeds >= _MANY_SEEDS:
-        return []
-    how = f"{seeds} seeds and {counted(number, 'comparison')} a metric"
-    return [
-        f"{how}: a difference is significant only if its mean is {ratio:.1f} times its standard deviation, "
-        "or less after larger ones that are (Holm's steps)."
-    ]
-
-
-def model_lines(experiment: Experiment) -> list[str]:
-    """Returns which methods' devices have the global model at the end, which metrics of that model are about."""
-    shared = [
-        label for label, entry in experiment.methods.items() if device_class(entry.method or label).shares_fleet_model
-    ]
-    if not shared:
-        return []
-    methods = "all methods" if len(shared) == len(experiment.methods) else "; ".join(shared)
-    return [
-        f"The model that a device has at the end is the global one with {methods}. The metrics after local "
-        "training are about device models with all methods."
-    ]
-
-
 def _with_k(ks: Collection[int | None], table: Table) -> Table:
     """Returns a table whose title has the k of the runs' top-k accuracy."""
     known = " or ".join(str(k) for k in sorted(k for k in ks if k is not None))
     return replace(table, title=table.title.replace("Top-k", f"Top-{known or 'k'}"))
-
-
-def source_lines(experiment: Experiment) -> list[str]:
-    """Returns that printed values are of another scale than the runs, if they are."""
-    printed = (*experiment.printed.values(), *experiment.printed_elsewhere.values())
-    if experiment.scale == SCALE or not any(of for by_label in printed for of in by_label.values()):
-        return []
-    return [
-        f"Values in the source are of its own data sets, networks and rounds; these runs have the scale "
-        f"{experiment.scale}, so that the order of the methods can be compared, not the values."
-    ]
 
 
 def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) -> tuple[list[_Section], list[Table]]:
@@ -256,12 +207,12 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         "a two-sided paired t test, adjusted by Holm's method for all methods and grid points of the table; those "
         "that share their runs count once. The best mean of a grid point whose runs have all finished is bold."
     ]
-    lines += [*model_lines(experiment), *source_lines(experiment)]
+    lines += [*model_notes(experiment), *source_notes(experiment)]
     runs, names = results.runs(), results.run_names()
     ks = {runs[cell.run].settings["simulation"].get("top_k") for cell in results.cells() if cell.run in runs}
     with_k = functools.partial(_with_k, ks)
     source = "in the source" if experiment.scale == SCALE else "in the source, at its scale"
-    tables, short = _Section("Results", [*lines, *experiment.notes()]), list[Table]()
+    tables, short = _Section("Results", [*lines, *notes(experiment)]), list[Table]()
     partitions = results.partitions()
     kinds = " or ".join(dict.fromkeys(partitions.values()))
     for metric in experiment.metrics:
@@ -274,12 +225,12 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         table = with_k(summary_table(metric, summaries, reference, printed, source))
         table = replace(table, title=f"{table.title}; partition {kinds}") if kinds else table
         short.append(with_k(short_table(metric, summaries, printed)))
-        notes = experiment.headers() if METRICS[metric].unit == "bytes" else tables.lines
-        tables.tables.append(writer.table(table, f"metric-{metric}", summaries, notes))
+        above = header_notes(experiment) if METRICS[metric].unit == "bytes" else tables.lines
+        tables.tables.append(writer.table(table, f"metric-{metric}", summaries, above))
         if elsewhere := experiment.printed_elsewhere.get(metric):
             values = [PrintedValue(label, *item) for label, of in elsewhere.items() for item in of.items()]
             table = with_k(printed_table(metric, elsewhere))
-            tables.tables.append(writer.table(table, f"source-{metric}", values, source_lines(experiment)))
+            tables.tables.append(writer.table(table, f"source-{metric}", values, source_notes(experiment)))
             short.append(tables.tables[-1])
     claims = _Section(
         "The order in the source",
