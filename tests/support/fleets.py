@@ -15,7 +15,7 @@ from fleetdistill.methods.outside import installed_methods
 from fleetdistill.state.state_file import pack_state, unpack_state
 from fleetdistill.wire.v1 import contract_pb2
 from fleetdistill_lab.simulation.data.datasets import load_dataset
-from fleetdistill_lab.simulation.data.partition import partition
+from fleetdistill_lab.simulation.data.partition import partition, partition_parameters
 from fleetdistill_lab.simulation.links.links import run_over_memory
 from fleetdistill_lab.simulation.spec.device import DeviceSpec
 from fleetdistill_lab.simulation.spec.plan import RUN, hold_out_proxy, make_run_config, make_specs
@@ -153,7 +153,8 @@ def prepare(wanted: Simulation, work: Path) -> Prepared:
     test_rows = slice(0, wanted.test_limit)
     data = replace(data, test_images=data.test_images[test_rows], test_labels=data.test_labels[test_rows])
     data = hold_out_proxy(wanted, data, work)
-    split = partition(wanted.partition_path, data.train_labels.numpy(), wanted.devices, wanted.seed, alpha=wanted.alpha)
+    parameters = {"alpha": wanted.alpha} if "alpha" in partition_parameters(wanted.partition_path) else {}
+    split = partition(wanted.partition_path, data.train_labels.numpy(), wanted.devices, wanted.seed, **parameters)
     return make_run_config(wanted, data, work), make_specs(wanted, data, split, work), work
 
 

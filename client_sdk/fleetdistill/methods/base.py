@@ -201,7 +201,13 @@ class DeviceMethod:
         return None
 
     def train_local(
-        self, losses: BatchLosses, optimizer: torch.optim.Optimizer, seed: int, *, epochs: int | None = None
+        self,
+        losses: BatchLosses,
+        optimizer: torch.optim.Optimizer,
+        seed: int,
+        *,
+        epochs: int | None = None,
+        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """Trains the local model on the device's own rows with the settings of local training, and sets `trained`.
 
@@ -211,6 +217,9 @@ class DeviceMethod:
             optimizer: Optimiser of the local model's parameters.
             seed: Seed of the order of the rows: the ask's.
             epochs: Passes over the rows, at least 1; by default the configuration's `local_epochs`.
+            loss: The same as a function of a mini-batch's inputs and labels, if `optimizer` is new, has all parameters
+                and takes one step for each mini-batch, and the loss depends on nothing of this device but its model and
+                rows. A simulation may then train several devices together.
 
         Raises:
             ConfigurationError: `epochs` is less than 1, or the batch size less than 2 for a model with batch-norm.
@@ -220,16 +229,21 @@ class DeviceMethod:
         """
         import torch
 
-        from fleetdistill.training.local_training import train_steps
+        from fleetdistill.training.local_training import Training, train_steps, trained_together
 
-        self.trained = train_steps(
-            self.local.model,
-            len(self.local.data),
-            epochs=self.config.local_epochs if epochs is None else epochs,
-            batch_size=self.config.batch_size,
+        model, data, size = self.local.model, self.local.data, self.config.batch_size
+        epochs, generator = self.config.local_epochs if epochs is None else epochs, torch.Generator().manual_seed(seed)
+        together = None
+        if loss is not None:
+            together = trained_together(Training(model, loss, data, epochs, size, optimizer, generator))
+        self.trained = together or train_steps(
+            model,
+            len(data),
+            epochs=epochs,
+            batch_size=size,
             optimizer=optimizer,
             losses=losses,
-            generator=torch.Generator().manual_seed(seed),
+            generator=generator,
             device=self.local.torch_device,
         )
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -29,6 +31,7 @@ from fleetdistill.training.tensor_data import LazyData, LazyInputs, TensorData, 
 __all__ = [
     "LazyData",
     "TensorData",
+    "Training",
     "TrainingReport",
     "as_tensor_data",
     "check_plan",
@@ -41,6 +44,8 @@ __all__ = [
     "smallest_batch",
     "train_epochs",
     "train_steps",
+    "train_together",
+    "trained_together",
 ]
 
 BATCH_BYTES = 64 << 20
@@ -69,6 +74,53 @@ class TrainingReport:
     steps: int
     mean_loss: float
     samples_seen: int
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """A device's training in mini-batches that may be computed together with others; see `train_together`.
+
+    Attributes:
+        model: The model.
+        loss: Function of a mini-batch's inputs `[b, ...]` and labels `[b]`, a scalar; besides them it depends only on
+            `model`'s weights, and on what is the same on all devices that are asked with it.
+        data: The device's rows.
+        epochs, batch_size: Passes over the rows, and rows of a mini-batch.
+        optimizer: A new optimiser of all parameters.
+        generator: CPU generator of the rows' order, of which each epoch draws one permutation.
+    """
+
+    model: nn.Module
+    loss: Callable[[Tensor, Tensor], Tensor]
+    data: TensorData | LazyData
+    epochs: int
+    batch_size: int
+    optimizer: torch.optim.Optimizer
+    generator: torch.Generator
+
+
+TrainTogether = Callable[[Training], TrainingReport | None]
+_together: ContextVar[TrainTogether | None] = ContextVar("fleetdistill_train_together", default=None)
+
+
+@contextmanager
+def train_together(train: TrainTogether) -> Iterator[None]:
+    """Lets a function train the models of devices in the block, such as those of a simulation in one pass.
+
+    Args:
+        train: Trains `model` with others and returns the report; or changes nothing, and returns None.
+    """
+    token = _together.set(train)
+    try:
+        yield
+    finally:
+        _together.reset(token)
+
+
+def trained_together(training: Training) -> TrainingReport | None:
+    """Trains with others if the current context has a function for that; None if the caller has to train."""
+    train = _together.get()
+    return None if train is None else train(training)
 
 
 def make_optimizer(

@@ -27,12 +27,15 @@ from fleetdistill_server.cli.app import app
         ({"workers": -1}, "workers is -1, must be auto, or from 0 to devices (2)"),
         ({"workers": 3}, "workers is 3, must be auto, or from 0 to devices (2)"),
         ({"durable": True, "link": "grpc"}, "durable needs link memory"),
-        ({"backend": "cluster"}, "backend is 'cluster', must be local or ray"),
+        ({"backend": "cluster"}, "backend is 'cluster', must be local, ray or stacked"),
         ({"ray_address": "auto"}, "ray_address needs backend ray"),
         ({"backend": "ray", "ray_address": "auto", "workers": 2}, "ray_address needs backend ray, and workers 0"),
-        ({"workers": 2, "durable": True}, "workers and backend ray do not work with durable"),
-        ({"backend": "ray", "durable": True}, "workers and backend ray do not work with durable"),
+        ({"workers": 2, "durable": True}, "workers and other backends do not work with durable"),
+        ({"backend": "ray", "durable": True}, "workers and other backends do not work with durable"),
         ({"backend": "ray", "link": "grpc"}, "backend ray needs link memory"),
+        ({"backend": "stacked", "link": "grpc"}, "backend stacked needs link memory"),
+        ({"backend": "stacked", "durable": True}, "workers and other backends do not work with durable"),
+        ({"backend": "stacked", "workers": 2}, "backend stacked computes in the simulation's process"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(settings: dict[str, Any], expected: str) -> None:

@@ -91,7 +91,8 @@ class FedAvgDevice(DeviceMethod):
             with frozen(without):
                 return [self.loss(data.draw(rows_b), data.labels[rows_b])]
 
-        self.train_local(losses, optimizer, ask.seed, epochs=epochs)
+        alike = type(self).loss is FedAvgDevice.loss and not without  # another loss may depend on the device
+        self.train_local(losses, optimizer, ask.seed, epochs=epochs, loss=self.loss if alike else None)
 
     def loss(self, inputs_b: Tensor, labels_b: Tensor) -> Tensor:
         """Returns the local model's loss on a mini-batch, a scalar: the mean cross-entropy.

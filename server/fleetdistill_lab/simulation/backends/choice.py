@@ -19,18 +19,20 @@ def check_backend(wanted: Simulation) -> None:
         raise ConfigurationError(f"workers is {wanted.workers!r}, must be a number or auto")
     if isinstance(wanted.workers, int) and not 0 <= wanted.workers <= wanted.devices:
         raise ConfigurationError(f"workers is {wanted.workers}, must be auto, or from 0 to devices ({wanted.devices})")
-    if wanted.backend not in ("local", "ray"):
-        raise ConfigurationError(f"backend is {wanted.backend!r}, must be local or ray")
+    if wanted.backend not in ("local", "ray", "stacked"):
+        raise ConfigurationError(f"backend is {wanted.backend!r}, must be local, ray or stacked")
     if wanted.ray_address and (wanted.backend != "ray" or wanted.workers):
         raise ConfigurationError(
             "ray_address needs backend ray, and workers 0, because the cluster has its own number of workers"
         )
-    if wanted.backend == "ray" and wanted.link != "memory":
-        raise ConfigurationError("backend ray needs link memory; leave one of them out")
+    if wanted.backend != "local" and wanted.link != "memory":
+        raise ConfigurationError(f"backend {wanted.backend} needs link memory; leave one of them out")
+    if wanted.backend == "stacked" and wanted.workers:
+        raise ConfigurationError("backend stacked computes in the simulation's process; leave workers out")
     if wanted.durable and wanted.link != "memory":
         raise ConfigurationError("durable needs link memory; over gRPC all files are written and fsynced anyway")
     if wanted.has_workers and wanted.durable:
-        raise ConfigurationError("workers and backend ray do not work with durable; leave one of them out")
+        raise ConfigurationError("workers and other backends do not work with durable; leave one of them out")
     if wanted.backend == "ray":
         if wanted.workers == "auto":
             raise ConfigurationError("workers auto works with backend local only; give a number, or leave it out")
@@ -46,6 +48,10 @@ def backend_of(wanted: Simulation) -> MakeBackend | None:
 
         assert isinstance(wanted.workers, int)  # checked
         return partial(RayBackend, wanted.ray_address, wanted.workers)
+    if wanted.backend == "stacked":
+        from fleetdistill_lab.simulation.backends.stacked_models import StackedModels
+
+        return StackedModels
     count = wanted.workers if isinstance(wanted.workers, int) else _auto_workers(wanted)
     if count == 0 or (wanted.workers == "auto" and (count == 1 or wanted.durable)):
         return None

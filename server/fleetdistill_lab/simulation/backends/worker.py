@@ -109,14 +109,18 @@ class TaskRunner:
 
     Args:
         run: The run's data.
+
+    Attributes:
+        threads: Torch's number of threads.
     """
 
     def __init__(self, run: RunData) -> None:
         self._contract = contract_pb2.Contract.FromString(run.contract)
+        self.threads = self._contract.threads
         self._payloads = run.payloads
         self._shared = Shared()
         self._prepared: OrderedDict[str, _Prepared] = OrderedDict()
-        torch.set_num_threads(self._contract.threads)
+        torch.set_num_threads(self.threads)
 
     def run(self, task: Task) -> Result:
         """Returns a task's result, including an error that a device declines with."""

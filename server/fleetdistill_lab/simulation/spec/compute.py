@@ -36,13 +36,14 @@ _taken: ContextVar[list[int] | None] = ContextVar("_taken", default=None)
 """Steps of optimisers while an ask is answered, also in the thread that computes; None otherwise."""
 
 
-def _count_step(*_: Any) -> None:
+def count_steps(number: int) -> None:
+    """Counts steps of optimisers for the ask that the calling thread answers."""
     taken = _taken.get()
     if taken is not None:
-        taken[0] += 1
+        taken[0] += number
 
 
-register_optimizer_step_post_hook(_count_step)
+register_optimizer_step_post_hook(lambda *_: count_steps(1))
 
 
 class Shared:

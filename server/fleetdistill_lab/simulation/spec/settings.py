@@ -110,7 +110,8 @@ class Simulation:
         workers: Number of processes that compute the devices' work, or `auto`; 0 for the simulation's own process, or
             over gRPC for one per processor. `auto` uses one per processor if the first round shows that this saves
             time. With any number the results are the same to the bit. A number does not work with `durable`.
-        backend: What computes the devices' work: `local` for `workers`, or `ray` for a Ray cluster.
+        backend: What computes the devices' work: `local` for `workers`, `ray` for a Ray cluster, or `stacked` to train
+            tiny networks of one architecture together.
         ray_address: Address of a Ray cluster, as in `ray.init`; empty for `workers` Ray workers on this machine.
         threads: Number of torch threads of the engine and of each device.
         knowledge_type: Element type of knowledge on the wire: float16, float32 or uint8.
@@ -175,7 +176,7 @@ class Simulation:
     link: Literal["memory", "grpc"] = "memory"
     durable: bool = False
     workers: int | Literal["auto"] = 0
-    backend: Literal["local", "ray"] = "local"
+    backend: Literal["local", "ray", "stacked"] = "local"
     ray_address: str = ""
     threads: int = 1
     knowledge_type: Literal["float16", "float32", "uint8"] = "float16"
