@@ -3,21 +3,23 @@
     python benchmarks/end_to_end.py --data-dir DIR               # every case
     python benchmarks/end_to_end.py --data-dir DIR mnist fleet   # these cases
     python benchmarks/end_to_end.py --only simulation --profile mnist.pstats mnist
-    python benchmarks/end_to_end.py --only pfl --python /tmp/pfl/bin/python mnist      # as in peers.py
+    python benchmarks/end_to_end.py --pfl /tmp/pfl/bin/python --flower /tmp/flower/bin/python mnist    # as in peers.py
 
 - mnist: FedAvg on MNIST 28x28, 100 clients, 10 a round, 20 rounds, a network with 20,490 parameters
 - fleet: FedAvg on MNIST reduced to 8x8, 10,000 clients with six images each, 200 a round, 3 rounds, a small perceptron
 - large: the same with 100,000 clients, for which each image occurs ten times
 
-All read the same files, draw as many clients and train as many batches; the loop and pfl score the global model on the
-test set after each round. The simulation does what `fleetdistill simulate --no-controls` does: it includes start,
-store, report and pictures. A figure is the processor time of the whole process and of its children,
-imports included, its peak of memory, and the bytes that it leaves on the disk.
+All read the same files, draw as many clients and train as many batches; the loop, pfl and Flower score the global
+model on the test set after each round. The simulation does what `fleetdistill simulate --no-controls` does: it includes
+start, store, report and pictures. A figure is the processor time of the whole process and of all that it starts,
+imports included, its peak of memory, and the bytes that it leaves on the disk. Flower's Ray has actors and services in
+processes of their own, whose processor time is sampled; its peak is that of the first process only. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import resource
@@ -30,7 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peers import descendants, own_seconds
+
 BATCH, LEARNING_RATE = 32, 0.05
+WHAT = ("loop", "simulation", "pfl", "flower")
 
 
 @dataclass(frozen=True)
@@ -226,6 +231,60 @@ def run_pfl(case: Case, data_dir: Path) -> dict[str, Any]:
     return {"accuracy": accuracies[-1]}
 
 
+def run_flower(case: Case, data_dir: Path) -> dict[str, Any]:
+    """Runs FedAvg in Flower, with Ray actors as its simulation does; returns the accuracy after the last round."""
+    import torch
+    from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.serverapp.strategy import FedAvg
+    from flwr.simulation import run_simulation
+
+    client, server, accuracies = ClientApp(), ServerApp(), []
+    name = next(name for name, known in CASES.items() if known == case)
+
+    @client.train()
+    def train_client(message: Message, context: Context) -> Message:
+        import end_to_end  # the module, not a copy that Ray has made, so that an actor reads the files once
+
+        inputs, labels = end_to_end.client_rows(name, data_dir)[int(context.node_config["partition-id"])]
+        model = layers_of(case)
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        for _ in range(case.epochs):
+            for batch in torch.randperm(len(labels)).split(BATCH):
+                optimizer.zero_grad(set_to_none=True)
+                torch.nn.functional.cross_entropy(model(inputs[batch]), labels[batch]).backward()
+                optimizer.step()
+        content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({"num-examples": len(labels)})}
+        return Message(content=RecordDict(content), reply_to=message)
+
+    @server.main()
+    def serve(grid: Grid, context: Context) -> None:
+        model, test = layers_of(case), read_mnist(case, data_dir, "test")
+
+        def after_round(number: int, arrays: ArrayRecord) -> MetricRecord:
+            if number:
+                model.load_state_dict(arrays.to_torch_state_dict())
+                accuracies.append(accuracy_of(model, *test))
+            return MetricRecord({"accuracy": accuracies[-1] if accuracies else 0.0})
+
+        fractions = {"fraction_train": case.per_round / case.clients, "fraction_evaluate": 0.0}
+        strategy = FedAvg(**fractions, min_available_nodes=case.clients)
+        strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=case.rounds, evaluate_fn=after_round)
+
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    run_simulation(server, client, num_supernodes=case.clients, backend_config=resources)
+    return {"accuracy": accuracies[-1]}
+
+
+@functools.cache
+def client_rows(name: str, data_dir: Path) -> list[tuple[Any, Any]]:
+    """Returns the rows of each client of a case, read once in a process."""
+    inputs, labels = read_mnist(CASES[name], data_dir, "train")
+    return [(inputs[rows], labels[rows]) for rows in clients_of(CASES[name], len(labels))]
+
+
 def run_simulation(case: Case, data_dir: Path, settings: Mapping[str, Any], profile: str) -> dict[str, Any]:
     """Runs the simulation, as `fleetdistill simulate --no-controls` does; returns the global accuracy at its end."""
     import cProfile
@@ -282,17 +341,24 @@ def measure(
     command = [python, __file__, "--data-dir", str(data_dir), "--inside", what, "--settings"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _path() if python == sys.executable else ""}
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    result = subprocess.run(
-        [*command, json.dumps(settings), "--profile", profile, name],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=env,
-    )
+    arguments = [*command, json.dumps(settings), "--profile", profile, name]
+    seconds_of: dict[int, float] = {}
+    with tempfile.TemporaryFile("w+") as output:
+        with subprocess.Popen(arguments, stdout=output, env=env) as process:
+            while process.poll() is None:
+                for pid in (process.pid, *descendants(process.pid)):
+                    seconds_of[pid] = max(seconds_of.get(pid, 0.0), own_seconds(pid))
+                time.sleep(0.2)
+        if process.returncode:
+            raise SystemExit(f"{what} ended with the status {process.returncode}")
+        output.seek(0)
+        lines = output.read().splitlines()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    if what == "flower":  # nobody waits for Ray's services and actors, so that the system's sum lacks them
+        seconds = max(seconds, sum(seconds_of.values()))
     figures = {"seconds": round(seconds, 1), "wall": round(time.monotonic() - began, 1)}
-    return {**figures, **json.loads(result.stdout.splitlines()[-1])}
+    return {**figures, **json.loads(lines[-1])}
 
 
 def _path() -> str:
@@ -304,28 +370,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="*", choices=[*CASES, []], default=[])
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("FLEETDISTILL_DATA"))
-    parser.add_argument("--only", choices=("loop", "simulation", "pfl"))
-    parser.add_argument("--python", default=sys.executable, help="Python of an environment with pfl")
+    parser.add_argument("--only", choices=WHAT)
+    parser.add_argument("--pfl", help="Python of an environment with pfl, to run it too")
+    parser.add_argument("--flower", help="Python of an environment with Flower, to run it too")
     parser.add_argument("--settings", type=json.loads, default={}, help="further settings of the simulation, as JSON")
     parser.add_argument("--profile", default="", help="file for cProfile's statistics of the simulation")
-    parser.add_argument("--inside", choices=("loop", "simulation", "pfl"), help=argparse.SUPPRESS)
+    parser.add_argument("--inside", choices=WHAT, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
         case, data = CASES[options.case[0]], Path(options.data_dir)
         if options.inside == "simulation":
             figures = run_simulation(case, data, options.settings, options.profile)
         else:
-            figures = {"loop": run_loop, "pfl": run_pfl}[options.inside](case, data)
+            figures = {"loop": run_loop, "pfl": run_pfl, "flower": run_flower}[options.inside](case, data)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
         print(json.dumps({**figures, "peak_mb": round(peak)}))
         return 0
     for name in options.case or CASES:
         line: dict[str, Any] = {"case": name, "load": round(os.getloadavg()[0], 2)}
-        for what in [options.only] if options.only else ("loop", "simulation"):
-            of_what = (options.settings, options.profile, options.python)
+        pythons = {"loop": sys.executable, "simulation": sys.executable, "pfl": options.pfl, "flower": options.flower}
+        for what in [options.only] if options.only else [what for what in WHAT if pythons[what]]:
+            of_what = (options.settings, options.profile, pythons[what])
             line[what] = measure(name, what, Path(options.data_dir).resolve(), *of_what)
-        if not options.only:
-            line["ratio"] = round(line["simulation"]["seconds"] / line["loop"]["seconds"], 2)
+        for what in line.keys() & set(WHAT[1:]) if "loop" in line else ():
+            line[what]["ratio"] = round(line[what]["seconds"] / line["loop"]["seconds"], 2)
         print(json.dumps(line), flush=True)
     return 0
 

@@ -125,22 +125,28 @@ class Loop:
 
 def tree_seconds() -> float:
     """Returns the processor time so far of this process and all that it has started."""
-    return time.process_time() + sum(_seconds(item) for item in _below(os.getpid()))
+    return time.process_time() + sum(_seconds(pid, 15) for pid in descendants(os.getpid()))
 
 
-def _below(pid: int) -> Iterator[int]:
+def descendants(pid: int) -> Iterator[int]:
+    """Returns the processes that a process has started, and those that these have started."""
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         for item in path.read_text().split():
             yield int(item)
-            yield from _below(int(item))
+            yield from descendants(int(item))
 
 
-def _seconds(pid: int) -> float:
+def own_seconds(pid: int) -> float:
+    """Returns the processor time so far of one process; 0 if it has ended."""
+    return _seconds(pid, 13)
+
+
+def _seconds(pid: int, end: int) -> float:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has ended
         return 0.0
-    return sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+    return sum(int(field) for field in fields[11:end]) / os.sysconf("SC_CLK_TCK")
 
 
 class Rounds:
