@@ -23,6 +23,7 @@ from fleetdistill_server.store.file_blobs import FileBlobs
 from fleetdistill_server.store.location import Location
 from fleetdistill_server.store.records import Ask
 from fleetdistill_server.store.retention import Freed, Pruned, free_after_round, prune, sweep
+from fleetdistill_server.store.round_store import RoundStore
 from fleetdistill_server.store.states import RunStatus
 from fleetdistill_server.store.store import Store
 
@@ -53,6 +54,24 @@ def test_payloads_of_earlier_rounds_go_and_the_newest_stay(tmp_path: Path) -> No
     assert {item.sha256 for item in store.blobs.held()} == {contract.initial_weights, *asked, *newest, *states}
     assert len(states) == 3
     store.close()
+
+
+def test_simulation_keeps_its_checkpoint_until_a_round_is_saved(tmp_path: Path) -> None:
+    """A process that is killed before the commit resumes from it."""
+    simulation = RoundStore(tmp_path)
+    simulation.runs.begin(RUN, {})
+    first, second = (simulation.blobs.put_state(data) for data in (b"first", b"second"))
+    simulation.save()
+    free_after_round(simulation, RUN, [first])
+    assert simulation.blobs.has(first)
+    simulation.close()  # as after a kill: what is not saved is gone
+    again = RoundStore(tmp_path)
+    assert again.blobs.get_state(first) == b"first"
+    free_after_round(again, RUN, [first])
+    again.save()
+    assert not again.blobs.has(first)
+    assert again.blobs.get_state(second) == b"second", "it was not named"
+    again.close()
 
 
 # --- which rounds are kept

@@ -29,8 +29,8 @@ class MemoryBlobs:
     def stage(self, key: str, parts: knowledge_pb2.Parts, digests: Digests = NO_DIGESTS) -> _MemoryStaging:
         known = self._staging.get(key)
         if known is None or (known.parts, known.digests) != (parts, digests):
+            self._staging.pop(key, None)
             known = _MemoryStaging(self, key, parts, digests)
-            self._staging[key] = known
         return known
 
     def staged(self, key: str) -> int:
@@ -99,6 +99,7 @@ class _MemoryStaging:
         self._data = bytearray()
 
     def append(self, data: bytes | memoryview) -> None:
+        self._blobs._staging[self._key] = self  # only now: an answer that is handed over whole appends nothing
         self._data += data
         self.length = len(self._data)
 

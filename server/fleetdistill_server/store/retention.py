@@ -19,6 +19,7 @@ import re
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -102,6 +103,9 @@ def needed(store: Store) -> Needed:
 def free_after_round(store: Store, run: str, spent: Iterable[bytes] = ()) -> None:
     """Deletes the payloads and checkpoints that a run no longer needs after its newest round has closed.
 
+    Within a transaction they are deleted after its commit, such as that of a simulation's round: a process that is
+    killed before it still needs the last checkpoint.
+
     Args:
         store: Store that contains the run.
         run: Name of the run.
@@ -109,10 +113,17 @@ def free_after_round(store: Store, run: str, spent: Iterable[bytes] = ()) -> Non
     """
     keep = store.runs.existing(run).keep_rounds
     first, stop = store.runs.first_kept_round(run, keep + 1), store.runs.first_kept_round(run, keep)
-    old = store.runs.payloads_between(run, first, stop)
+    unneeded = [*store.runs.payloads_between(run, first, stop), *spent]
+    if store.database.in_transaction():
+        store.database.after_commit(partial(_free, store, unneeded))
+    else:
+        _free(store, unneeded)
+
+
+def _free(store: Store, digests: Iterable[bytes]) -> None:
     with store.blobs.exclusive() as free:
         if free:  # otherwise a later sweep deletes them
-            _delete(store, [*old, *spent])
+            _delete(store, digests)
     store.blobs.trim()
 
 

@@ -47,6 +47,22 @@ def test_only_a_durable_run_has_state_directories(tmp_path: Path) -> None:
     assert len(payloads) == len(files_of(fast[2] / "store") - {"store.sqlite"}) > 0, "checkpoints only"
 
 
+def test_simulation_has_the_payloads_of_its_newest_rounds_only(tmp_path: Path) -> None:
+    """One payload for all devices and three answers a round; before, each round's stayed in memory to the end."""
+    held: dict[int, int] = {}
+
+    def watch(store: Store) -> None:
+        assert store.blobs.staging() == [], "answers are handed over whole"
+        held[store.runs.completed_rounds(RUN)] = len(store.blobs.held())
+
+    prepared = prepare(replace(FLEET, method="fedavg", rounds=8), tmp_path / "work")
+    with closing(run_in_memory(prepared, watch)) as store:
+        checkpoints = {item.sha256.hex() for item in store.runs.checkpoints(RUN)}
+    assert held[6] == held[4] == held[2], held
+    files = {path.stem for path in (prepared[2] / "store").rglob("*.safetensors")}
+    assert files == checkpoints, "the files of earlier checkpoints are gone"
+
+
 @pytest.mark.parametrize("max_open", [1, 2])
 def test_devices_closed_between_rounds_continue_where_they_were(tmp_path: Path, max_open: int) -> None:
     all_open, few = (prepare(FLEET, tmp_path / kind) for kind in ("all", "few"))
