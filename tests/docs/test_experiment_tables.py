@@ -17,7 +17,7 @@ from fleetdistill_lab.experiments.tables import ClassAccuracy, PrintedValue
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "run-experiments.md"
 FILES = {
     "metric-METRIC.csv": Summary,
-    "equal-bytes-CURVE.csv": EqualBytes,
+    "equal-bytes.csv": EqualBytes,
     "claim-NUMBER.csv": Pair,
     "models-POINT.csv": ModelRow,
     "classes-POINT.csv": ClassAccuracy,

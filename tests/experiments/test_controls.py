@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fleetdistill.errors import ConfigurationError
 from fleetdistill.methods import config_class
 from fleetdistill_lab.experiments.definition import Experiment, MethodEntry, Tune
 from fleetdistill_lab.experiments.notes import cautions, controls_missing
@@ -108,3 +109,9 @@ def test_fixed_features_need_fedavg_and_alone_on_them() -> None:
     assert missing(trained) == [], "the features of the run's own extractor"
     (said, _) = [line for line in cautions(experiment({**USUAL, "classstats": MethodEntry()})) if "control is" in line]
     assert """--set 'fedavg_on_scattering.simulation.models=["linear:scattering"]'.""" in said
+
+
+def test_control_that_is_no_mapping_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_class("cdkt"), "control", property(lambda self: {"exchange": False}))
+    with pytest.raises(ConfigurationError, match=r"CDKTConfig\.control is of type property, must be a class attribute"):
+        missing({"cdkt": MethodEntry()})

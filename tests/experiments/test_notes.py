@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fleetdistill_lab.experiments.definition import Experiment, MethodEntry, Tune
-from fleetdistill_lab.experiments.notes import cautions, notes
+from fleetdistill_lab.experiments.notes import cautions, header_notes, notes, setting_notes
 
 
 def of_methods(*names: str, **method: float) -> Experiment:
@@ -77,8 +77,18 @@ def test_notes_name_bounded_methods_and_headers_alone() -> None:
     assert said.endswith("For plain means, give compare --set method.robust=off.")
     assert 'set robust = "off" in [method]' in noted(replace(both, is_file=True), "robust")[0]
     assert noted(replace(both, sections={"method": {"robust": "off"}}), "robust") == []
-    assert notes(both)[-1].startswith("Bytes are of tensors and the headers of messages; no_transfer has headers only")
-    assert not any("Bytes" in note for note in notes(of_methods("fedavg", "fedprox")))
+    (silent,) = header_notes(both)
+    assert silent.startswith("Bytes are of tensors and the headers of messages; no_transfer has headers only")
+    assert header_notes(of_methods("fedavg", "fedprox")) == []
+
+
+def test_settings_of_the_runs_are_named_by_their_values() -> None:
+    sections = {"simulation": {"dataset": "mnist", "train_limit": 600, "image_size": 8, "rounds": 6}}
+    grid = {"alpha": {"0.1": {"simulation.alpha": 0.1}, "1": {"simulation.alpha": 1.0}}}
+    assert setting_notes(replace(of_methods("fedavg"), sections=sections, grid=grid)) == [
+        "Data mnist; training rows at most 600; image size 8 x 8; devices 5; rounds 6; partition dirichlet_by_class; "
+        "alpha 0.1 or 1; seeds 0, 1."
+    ]
 
 
 def test_networks_that_differ_are_named_with_a_remedy() -> None:

@@ -114,19 +114,43 @@ def test_results_are_those_of_the_reports(done) -> None:
 
 @pytest.mark.pictures
 def test_equal_bytes_are_those_of_the_reports(done, tmp_path: Path) -> None:
+    """FedAvg's devices have the global model; were they to keep their own, it would be that after local training."""
     folder, _ = done
     with open_results(folder) as results:
-        run, curves = results.cells()[0].run, results.curves("global")["", "FedAvg"][0]
+        run, key = results.cells()[0].run, ("", "FedAvg")
+        of_global, of_devices = results.curves(["FedAvg"])[key][0], results.curves([])[key][0]
         written = write_report(experiment(), results, tmp_path)
     report = json.loads((folder / "runs" / run / "report.json").read_text())
-    spent = itertools.accumulate(sent["up"] + sent["down"] for sent in report["bytes_by_round"])
-    assert curves == list(zip(spent, report["global_accuracy_by_round"], strict=True))
-    with (tmp_path / "tables" / "equal-bytes-global.csv").open() as file:
+    spent = list(itertools.accumulate(sent["up"] + sent["down"] for sent in report["bytes_by_round"]))
+    assert of_global == list(zip(spent, report["global_accuracy_by_round"], strict=True))
+    assert of_devices[-1][1] == pytest.approx(report["mean_accuracy_trained"])
+    with (tmp_path / "tables" / "equal-bytes.csv").open() as file:
         rows = {row["label"]: row for row in csv.DictReader(file)}
     assert list(rows) == ["FedProx", "the same"]
     assert {(row["rounds"], row["reference_rounds"], row["seeds"]) for row in rows.values()} == {("2", "2", "2")}
     assert float(rows["the same"]["difference"]) == 0
-    assert "At equal bytes" in written.page.read_text()
+    assert "The model is the global one with FedAvg; FedProx; the same, and" in written.page.read_text()
+
+
+@pytest.mark.pictures
+def test_notes_of_a_latex_table_are_whole(done, tmp_path: Path) -> None:
+    """Data, devices, rounds, seeds, what the reader is warned of, and the file's note."""
+    folder, _ = done
+    given = experiment(note="Our own note.")
+    with open_results(folder) as results:
+        written = write_report(given, results, tmp_path)
+    text = (tmp_path / "tables" / "metric-accuracy.tex").read_text()
+    for part in (
+        "Data digits;",
+        "rounds 2;",
+        "seeds 0, 1.",
+        "Rates: defaults",
+        "A control is missing",
+        "Our own note.",
+    ):
+        assert part in text, part
+    assert "Bytes are of tensors" not in text
+    assert "Data digits;" in written.page.read_text()
 
 
 @pytest.mark.pictures

@@ -594,13 +594,22 @@ def test_tables_of_the_page_may_be_wider_than_its_text() -> None:
 
 # --- at equal bytes
 
-EACH_TEN = [(10.0, 0.1), (20.0, 0.2), (30.0, 0.3), (40.0, 0.4), (50.0, 0.5), (120.0, 0.6)]
+Curves = dict[tuple[str, str], dict[int, list[tuple[float, float | None]]]]
+
+EACH_TEN: list[tuple[float, float | None]] = [
+    (10.0, 0.1),
+    (20.0, 0.2),
+    (30.0, 0.3),
+    (40.0, 0.4),
+    (50.0, 0.5),
+    (120.0, 0.6),
+]
 """Bytes until each round, and an accuracy."""
 
 
 def test_each_pair_of_runs_has_bytes_of_its_own() -> None:
     """40 bytes are four rounds of the reference in the first seed, and 20 are two rounds in the second one."""
-    curves = {
+    curves: Curves = {
         ("", "a"): {0: EACH_TEN, 1: EACH_TEN},
         ("", "b"): {0: [(10.0, 0.3), (40.0, 0.5)], 1: [(15.0, 0.3), (20.0, 0.5)]},
     }
@@ -609,7 +618,7 @@ def test_each_pair_of_runs_has_bytes_of_its_own() -> None:
     assert one.difference == pytest.approx(0.2)  # 0.5 - 0.4 and 0.5 - 0.2
     assert one.difference_spread == pytest.approx(0.02**0.5)
     assert one.p == pytest.approx(paired_p([0.1, 0.3]))
-    (row,) = equal_bytes_table("Accuracy", [one], "a").rows
+    (row,) = equal_bytes_table([one], "a").rows
     assert row == ["b", "+20.0 ± 14.1", "0.3", "2 and 3"]
 
 
@@ -621,21 +630,28 @@ def test_round_that_was_not_scored_has_no_part_in_equal_bytes() -> None:
 
 
 def test_bytes_without_a_round_of_both_give_no_difference() -> None:
-    curves = {("p", "a"): {0: [(100.0, 0.9)]}, ("p", "b"): {0: EACH_TEN[:3]}}
+    curves: Curves = {("p", "a"): {0: [(100.0, 0.9)]}, ("p", "b"): {0: EACH_TEN[:3]}}
     (one,) = at_equal_bytes(curves, "a", 1)
     assert (one.seeds, one.difference, one.rounds) == (0, None, None)
-    assert equal_bytes_table("Accuracy", [one], "a").rows == [["b", "", "", "none within the bytes"]]
+    assert equal_bytes_table([one], "a").rows == [["b", "", "", "none within the bytes"]]
+
+
+def test_method_that_was_never_scored_is_left_out_at_equal_bytes() -> None:
+    unscored: list[tuple[float, float | None]] = [(10.0, None), (20.0, None)]
+    curves: Curves = {("", "a"): {0: EACH_TEN}, ("", "b"): {0: EACH_TEN}, ("", "c"): {0: unscored}}
+    assert [one.label for one in at_equal_bytes(curves, "a", 1)] == ["b"]
+    assert at_equal_bytes(curves, "c", 1) == []
 
 
 def test_missing_seed_leaves_no_difference_at_equal_bytes() -> None:
-    curves = {("", "a"): {0: EACH_TEN, 1: EACH_TEN}, ("", "b"): {0: EACH_TEN}}
+    curves: Curves = {("", "a"): {0: EACH_TEN, 1: EACH_TEN}, ("", "b"): {0: EACH_TEN}}
     (one,) = at_equal_bytes(curves, "a", 2)
     assert (one.seeds, one.difference, one.p) == (1, None, None)
-    assert equal_bytes_table("Accuracy", [one], "a").rows[0][1] == " (1 of 2 seeds)"
+    assert equal_bytes_table([one], "a").rows[0][1] == " (1 of 2 seeds)"
 
 
 def test_equal_bytes_may_differ_by_headers() -> None:
     """The same payload each round; a round's number with two digits makes the tenth header longer."""
-    curves = {("", "a"): {0: [(1000.0, 0.1), (2000.1, 0.2)]}, ("", "b"): {0: [(1000.0, 0.3), (2000.0, 0.4)]}}
+    curves: Curves = {("", "a"): {0: [(1000.0, 0.1), (2000.1, 0.2)]}, ("", "b"): {0: [(1000.0, 0.3), (2000.0, 0.4)]}}
     (one,) = at_equal_bytes(curves, "a", 1)
     assert (one.rounds, one.reference_rounds) == (2.0, 2.0)

@@ -69,7 +69,7 @@ def faults_decline(what: str) -> Iterator[None]:
             _logged.add(name)
         raise CannotAnswer(
             f"{name}; either the server's values do not fit this device, "
-            "or the app's model is faulty. See the traceback in the log"
+            "or the app's model, or a method of your own, is faulty. See the traceback in the log"
         ) from error
 
 

@@ -207,7 +207,7 @@ def _duration(seconds: float) -> str:
 
 def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
     from fleetdistill_lab.experiments.figures import draw_lines, save_figure
-    from fleetdistill_lab.experiments.notes import cautions, controls_missing, notes, power_notes
+    from fleetdistill_lab.experiments.notes import cautions, controls_missing, header_notes, notes, power_notes
     from fleetdistill_lab.experiments.results import open_results
     from fleetdistill_lab.experiments.summary import lines_of
     from fleetdistill_lab.experiments.tables import fit, model_table, rich_table, save_csv
@@ -253,6 +253,7 @@ def _show_comparison(experiment: Experiment, out: Path, as_json: bool) -> None:
             len(experiment.seeds), sum(line.p is not None for line in lines) or sum(bool(line.base) for line in lines)
         ),
         *notes(experiment),
+        *header_notes(experiment),
         *cautions(experiment),
         *devices_lines(lines, devices),
         *left_out,

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fleetdistill.errors import ConfigurationError
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.traffic import Exchange, Sizes, is_over_early, usual_exchanges
 
@@ -120,6 +121,11 @@ def _own(runs: Sequence[Simulation]) -> Iterator[Control]:
     methods = {type(config): one.method for config, one in zip(configs, runs, strict=True)}
     for kind, method in methods.items():
         wanted = vars(kind).get("control", {})  # what is a base class's own need not be this method's
+        if not isinstance(wanted, Mapping):
+            raise ConfigurationError(
+                f"{kind.__name__}.control is of type {type(wanted).__name__}, must be a class attribute with settings "
+                'by their names, such as {"exchange": False}'
+            )
         alike = [config for config in configs if type(config) is kind]
         if not any(all(getattr(config, name) == value for name, value in wanted.items()) for config in alike):
             said = " and ".join(f"{name} = {json.dumps(value)}" for name, value in wanted.items())

@@ -11,26 +11,61 @@ from fleetdistill.methods.fedavg.config import FedAvgConfig
 from fleetdistill_lab.experiments.controls import Control, missing_controls
 from fleetdistill_lab.experiments.definition import SCALE, Cell, Experiment
 from fleetdistill_lab.experiments.summary import significant_ratio
+from fleetdistill_lab.simulation.data.partition import partition_parameters
 from fleetdistill_lab.simulation.spec.plan import DIGITS_MODELS, RESNET_MODELS, models_in_words
 from fleetdistill_server.methods import server_class
 from fleetdistill_server.methods.averaging import OFF
 from fleetdistill_server.methods.traffic import Sizes
 from fleetdistill_server.texts import counted
 
-__all__ = ["cautions", "controls_missing", "header_notes", "model_notes", "notes", "power_notes", "source_notes"]
+__all__ = [
+    "cautions",
+    "controls_missing",
+    "header_notes",
+    "model_notes",
+    "notes",
+    "power_notes",
+    "setting_notes",
+    "shared_labels",
+    "silent_labels",
+    "source_notes",
+]
 
 _MANY_SEEDS = 5
 
 
 def notes(experiment: Experiment) -> list[str]:
-    """Returns sentences about rates, settings and bytes of the methods, for below the tables."""
+    """Returns sentences about rates and settings of the methods, for below the tables."""
     return [
         *_rates(experiment),
         *_own_settings(experiment),
         *_changed_settings(experiment),
         *_bounds(experiment),
-        *header_notes(experiment),
     ]
+
+
+def setting_notes(experiment: Experiment) -> list[str]:
+    """Returns a sentence on data, devices, rounds, partition and seeds of the runs."""
+    runs = [cell.simulation for cell in experiment.first_seed()]
+    of = {
+        "data": [str(getattr(one.dataset, "name", one.dataset)) for one in runs],
+        "training rows at most": [f"{one.train_limit:,}" for one in runs if one.train_limit],
+        "image size": [f"{one.image_size} x {one.image_size}" for one in runs if one.image_size],
+        "devices": [str(one.devices) for one in runs],
+        "devices a round": [str(one.devices_per_round) for one in runs if one.devices_per_round],
+        "rounds": [str(one.rounds_to_complete) for one in runs],
+        "partition": [one.partition_path for one in runs],
+        "alpha": [f"{one.alpha:g}" for one in runs if "alpha" in partition_parameters(one.partition_path)],
+        "seeds": [", ".join(map(str, experiment.seeds))],
+    }
+    said = "; ".join(f"{name} {' or '.join(dict.fromkeys(values))}" for name, values in of.items() if values)
+    return [f"{said[0].upper()}{said[1:]}."]
+
+
+def shared_labels(experiment: Experiment) -> list[str]:
+    """Returns the labels of the methods whose devices have the global model at the end."""
+    methods = {label: entry.method or label for label, entry in experiment.methods.items()}
+    return [label for label, method in methods.items() if device_class(method).shares_fleet_model]
 
 
 def cautions(experiment: Experiment) -> list[str]:
@@ -47,7 +82,7 @@ def controls_missing(experiment: Experiment) -> list[Control]:
 
 def header_notes(experiment: Experiment) -> list[str]:
     """Returns a sentence about bytes of methods without tensors."""
-    if not (silent := _silent(experiment)):
+    if not (silent := silent_labels(experiment)):
         return []
     return [
         f"Bytes are of tensors and the headers of messages; {_some(silent)} has headers only, with a device's "
@@ -57,10 +92,7 @@ def header_notes(experiment: Experiment) -> list[str]:
 
 def model_notes(experiment: Experiment) -> list[str]:
     """Returns which methods' devices have the global model at the end, which metrics of that model are about."""
-    shared = [
-        label for label, entry in experiment.methods.items() if device_class(entry.method or label).shares_fleet_model
-    ]
-    if not shared:
+    if not (shared := shared_labels(experiment)):
         return []
     methods = "all methods" if len(shared) == len(experiment.methods) else "; ".join(shared)
     return [
@@ -145,7 +177,7 @@ def _changed_settings(experiment: Experiment) -> list[str]:
 
 def _bounds(experiment: Experiment) -> list[str]:
     """Returns a sentence about methods whose server bounds what devices far from the others send."""
-    silent = _silent(experiment)
+    silent = silent_labels(experiment)
     sending = [cell for cell in _first_point(experiment) if cell.label not in silent]
     bounded = [cell.label for cell in sending if getattr(cell.simulation.configuration(), "robust", OFF) != OFF]
     if not bounded:
@@ -159,7 +191,7 @@ def _bounds(experiment: Experiment) -> list[str]:
     ]
 
 
-def _silent(experiment: Experiment) -> list[str]:
+def silent_labels(experiment: Experiment) -> list[str]:
     """Returns the labels whose devices exchange no tensors."""
     return [
         cell.label

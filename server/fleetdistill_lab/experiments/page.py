@@ -25,7 +25,17 @@ from fleetdistill_lab.experiments.figures import (
     save_figure,
 )
 from fleetdistill_lab.experiments.metrics import METRICS
-from fleetdistill_lab.experiments.notes import cautions, header_notes, model_notes, notes, power_notes, source_notes
+from fleetdistill_lab.experiments.notes import (
+    cautions,
+    header_notes,
+    model_notes,
+    notes,
+    power_notes,
+    setting_notes,
+    shared_labels,
+    silent_labels,
+    source_notes,
+)
 from fleetdistill_lab.experiments.results import FAILED, FINISHED, Results, Run, StoredCell
 from fleetdistill_lab.experiments.summary import (
     at_equal_bytes,
@@ -126,8 +136,8 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
     cells, runs = results.cells(), results.runs()
     finished = [cell for cell in cells if cell.run in runs and runs[cell.run].status == FINISHED]
     by_status = Counter(runs[cell.run].status if cell.run in runs else "not run" for cell in cells)
-    metrics, short = _metric_sections(experiment, results, writer)
     warnings = _warnings(experiment, results, by_status)
+    metrics, short = _metric_sections(experiment, results, writer, warnings)
     sections = [
         *metrics,
         _tuning_section(experiment, results, writer),
@@ -147,7 +157,8 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
     page.write_text(
         text.render(
             title=experiment.title,
-            subtitle=f"Scale {experiment.scale}, seeds {seeds}; "
+            subtitle=f"Scale {experiment.scale}, " * bool(experiment.source)
+            + f"seeds {seeds}; "
             + ", ".join(f"{count} {status}" for status, count in by_status.items()),
             source=experiment.source,
             note=experiment.note,
@@ -164,6 +175,7 @@ def write_report(experiment: Experiment, results: Results, folder: Path) -> Writ
             *model_notes(experiment),
             *source_notes(experiment),
             *notes(experiment),
+            *header_notes(experiment),
             *tuning_lines(experiment, results),
             *warnings,
         ],
@@ -199,7 +211,9 @@ def _with_k(ks: Collection[int | None], table: Table) -> Table:
     return replace(table, title=table.title.replace("Top-k", f"Top-{known or 'k'}"))
 
 
-def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) -> tuple[list[_Section], list[Table]]:
+def _metric_sections(
+    experiment: Experiment, results: Results, writer: _Writer, warnings: Sequence[str]
+) -> tuple[list[_Section], list[Table]]:
     counts = {status: results.counts(status) for status in (FINISHED, FAILED)}
     reference = experiment.reference or next(iter(experiment.methods))
     lines = [
@@ -212,7 +226,10 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
     ks = {runs[cell.run].settings["simulation"].get("top_k") for cell in results.cells() if cell.run in runs}
     with_k = functools.partial(_with_k, ks)
     source = "in the source" if experiment.scale == SCALE else "in the source, at its scale"
-    tables, short = _Section("Results", [*lines, *notes(experiment)]), list[Table]()
+    settings = [*setting_notes(experiment), *notes(experiment)]
+    tables, short = _Section("Results", [*lines, *settings, *header_notes(experiment)]), list[Table]()
+    whole = [*lines, *settings, *warnings, *[experiment.note.strip()] * bool(experiment.note)]
+    of_bytes = [*setting_notes(experiment), *header_notes(experiment)]
     partitions = results.partitions()
     kinds = " or ".join(dict.fromkeys(partitions.values()))
     for metric in experiment.metrics:
@@ -225,8 +242,8 @@ def _metric_sections(experiment: Experiment, results: Results, writer: _Writer) 
         table = with_k(summary_table(metric, summaries, reference, printed, source))
         table = replace(table, title=f"{table.title}; partition {kinds}") if kinds else table
         short.append(with_k(short_table(metric, summaries, printed)))
-        above = header_notes(experiment) if METRICS[metric].unit == "bytes" else tables.lines
-        tables.tables.append(writer.table(table, f"metric-{metric}", summaries, above))
+        said = of_bytes if METRICS[metric].unit == "bytes" else whole
+        tables.tables.append(writer.table(table, f"metric-{metric}", summaries, said))
         if elsewhere := experiment.printed_elsewhere.get(metric):
             values = [PrintedValue(label, *item) for label, of in elsewhere.items() for item in of.items()]
             table = with_k(printed_table(metric, elsewhere))
@@ -304,7 +321,10 @@ def _tuning_section(experiment: Experiment, results: Results, writer: _Writer) -
     ]
     header = ["method", "grid point", "chosen", *["tried"] * (len(experiment.tune.values) - 1)]
     rows = [[*row, *[""] * (len(header) - len(row))] for row in rows]
-    said = f"{experiment.tune.setting} by {metric.title[0].lower()}{metric.title[1:]}, on held-out training rows."
+    said = (
+        f"{experiment.tune.setting} by {metric.title[0].lower()}{metric.title[1:]}, on 20 % of each device's training "
+        f"rows, with seed {experiment.seeds[0]}. The p values of the other tables do not count this choice."
+    )
     table = writer.table(Table(experiment.tune.setting, header, rows), "tuned", lines=[said])
     return _Section("Tuned settings", [said], [table])
 
@@ -346,19 +366,23 @@ def _curve_section(results: Results, writer: _Writer) -> _Section:
 
 def _equal_bytes_section(experiment: Experiment, results: Results, writer: _Writer) -> _Section:
     reference = experiment.reference or next(iter(experiment.methods))
-    said = (
+    shared = shared_labels(experiment)
+    whose = f"the global one with {'; '.join(shared)}, and with others " if shared else ""
+    lines = [
         f"Each method beside {reference}, both after the last scored round within the bytes that the cheaper run of "
         "the two exchanges in its rounds; differences are paired by seed, p values are by Holm's method for the table. "
-        "After rounds has the method's rounds and the reference's, means over seeds; without a scored round of both "
-        "within these bytes there is no difference."
-    )
-    section = _Section("At equal bytes", [said])
-    for metric, title in CURVE_TITLES.items():
-        found = at_equal_bytes(results.curves(metric), reference, len(experiment.seeds), results.run_names())
-        if any(one.seeds for one in found):
-            table = equal_bytes_table(f"{title[0].upper()}{title[1:]}", found, reference)
-            section.tables.append(writer.table(table, f"equal-bytes-{metric}", found, section.lines))
-    return section
+        f"The model is {whose}the device's own after local training. After rounds has the method's rounds and the "
+        "reference's, means over seeds; without a scored round of both within these bytes there is no difference. With "
+        "score_every = 1 each round is scored.",
+        *setting_notes(experiment),
+    ]
+    silent = silent_labels(experiment)  # their bytes are headers, which pay for no round of another method
+    curves = {key: of for key, of in results.curves(shared).items() if key[1] not in silent}
+    found = at_equal_bytes(curves, reference, len(experiment.seeds), results.run_names())
+    if not found:
+        return _Section("At equal bytes")
+    table = writer.table(equal_bytes_table(found, reference), "equal-bytes", found, lines)
+    return _Section("At equal bytes", lines[:1], [table])
 
 
 def _fleet_sections(experiment: Experiment, results: Results, writer: _Writer) -> list[_Section]:

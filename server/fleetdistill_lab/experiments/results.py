@@ -13,7 +13,7 @@ import re
 import sqlite3
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -339,23 +339,26 @@ class Results:
             result[row["point"]][row["label"]][row["seed"]] = row["value"]
         return result
 
-    def curves(self, metric: str) -> dict[tuple[str, str], dict[int, list[tuple[float, float | None]]]]:
-        """Returns a metric after each round of the finished cells, by grid point and label, then by seed.
+    def curves(self, shared: Collection[str]) -> dict[tuple[str, str], dict[int, list[tuple[float, float | None]]]]:
+        """Returns the accuracy on all classes after each round of the finished cells, of the model that devices have.
 
         Args:
-            metric: Name in `CURVES`.
+            shared: Labels of the methods whose devices have the global model; with others it is the device's own, after
+                local training.
 
         Returns:
-            For each round the bytes from and to a device until then, and the metric; None where it was not scored.
+            By grid point and label, then by seed: for each round the bytes from and to a device until then, and the
+            accuracy; None where it was not scored.
         """
         result: dict[tuple[str, str], dict[int, list[tuple[float, float | None]]]] = {}
         rows = self.database.query(
-            f"SELECT point, label, seed, bytes_up + bytes_down AS bytes, [{metric}] AS value "
+            "SELECT label, point, seed, bytes_up + bytes_down AS bytes, [global], trained "
             "FROM cells JOIN rounds USING (run) ORDER BY cells.rowid, round"
         )
         for row in rows:
             curve = result.setdefault((row["point"], row["label"]), {}).setdefault(row["seed"], [])
-            curve.append((row["bytes"] + (curve[-1][0] if curve else 0.0), row["value"]))
+            spent = row["bytes"] + (curve[-1][0] if curve else 0.0)
+            curve.append((spent, row["global" if row["label"] in shared else "trained"]))
         return result
 
     def cells(self) -> list[StoredCell]:

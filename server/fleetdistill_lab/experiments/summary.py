@@ -342,7 +342,7 @@ _Curve = Sequence[tuple[float, float | None]]
 def at_equal_bytes(
     curves: Mapping[tuple[str, str], Mapping[int, _Curve]], reference: str, wanted: int, runs: Runs = _NO_RUNS
 ) -> list[EqualBytes]:
-    """Compares each method with the reference at equal bytes, by grid point.
+    """Compares each method with the reference at equal bytes, by grid point; without those that were never scored.
 
     Args:
         curves: A metric by grid point and label, then by seed.
@@ -354,7 +354,7 @@ def at_equal_bytes(
     found = {}
     for (point, label), of in curves.items():
         others = curves.get((point, reference), {})
-        if label != reference and others:
+        if label != reference and _is_scored(of) and _is_scored(others):
             of_seeds = [_at_equal_bytes(curve, others[seed]) for seed, curve in of.items() if seed in others]
             found[point, label] = [pair for pair in of_seeds if pair is not None]
     differences = {
@@ -369,6 +369,10 @@ def at_equal_bytes(
         difference = mean_and_spread(differences[point, label])
         result.append(EqualBytes(label, point, len(pairs), wanted, *difference, p, *rounds))
     return result
+
+
+def _is_scored(curves: Mapping[int, _Curve]) -> bool:
+    return any(value is not None for curve in curves.values() for _, value in curve)
 
 
 def _at_equal_bytes(curve: _Curve, other: _Curve) -> tuple[tuple[int, float], tuple[int, float]] | None:

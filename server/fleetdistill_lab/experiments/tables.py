@@ -234,7 +234,7 @@ def _mean_text(one: Summary, metric: str) -> str:
     return f"{text} ({one.seeds} of {one.wanted} seeds{failed})" if one.seeds < one.wanted else text
 
 
-def equal_bytes_table(title: str, found: Sequence[EqualBytes], reference: str) -> Table:
+def equal_bytes_table(found: Sequence[EqualBytes], reference: str) -> Table:
     """Returns the table of differences at equal bytes: a row for each method, and three columns for each grid point."""
     points = list(dict.fromkeys(one.point for one in found))
     by_key = {(one.label, one.point): one for one in found}
@@ -245,7 +245,8 @@ def equal_bytes_table(title: str, found: Sequence[EqualBytes], reference: str) -
             row += _equal_bytes_texts(by_key.get((label, point)))
         rows.append(row)
     header = ["", *chain.from_iterable((point or f"from {reference}", "p", "after rounds") for point in points)]
-    return Table(f"{title}, difference from {reference} at equal bytes, in percentage points", header, rows, width=3)
+    title = f"Accuracy on all classes, difference from {reference} at equal bytes, in percentage points"
+    return Table(title, header, rows, width=3)
 
 
 def _equal_bytes_texts(one: EqualBytes | None) -> tuple[str, str, str]:

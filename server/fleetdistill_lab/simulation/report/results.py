@@ -179,8 +179,9 @@ class FleetReport:
         mean_accuracy_fleet: Mean over the same devices, of the model that each has at the end, which with methods that
             average models is the global one; None if none was scored.
         mean_accuracy_trained: Mean over the same devices, of their models after the last own training.
-        mean_f1_weighted_fleet, mean_f1_macro_fleet: F1 of the models of `mean_accuracy_fleet` on the test set, as the
-            mean over the classes weighted by their samples, and over the classes that are present or predicted.
+        mean_f1_weighted_fleet: F1 of the models of `mean_accuracy_fleet` on the test set, as the mean over the classes
+            weighted by their samples.
+        mean_f1_macro_fleet: The same as the plain mean over the classes that are present or predicted.
         own_fairness_fleet: How evenly the accuracies of `mean_own_accuracy_fleet` are spread over the devices.
         mean_accuracy_by_class: On each class, the mean that `mean_accuracy_fleet` is on all classes; None for
             one without test rows.
