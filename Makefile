@@ -114,7 +114,7 @@ endef
 # -qq keeps errors and drops pip's warnings about the places where it looks for packages.
 .venv/.installed: pyproject.toml
 	$(require_python)
-	@echo "Installing into .venv (the first time downloads about 3 GB and takes minutes) ..."
+	@echo "Installing into .venv (the first time downloads about 3 GB, needs 11 GB of disk and takes minutes) ..."
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	@$(BIN)/pip install -qq --disable-pip-version-check -e '.[dev]'
 	@touch $@
