@@ -139,7 +139,7 @@ def draw_curves(rounds: pandas.DataFrame, metric: str, x: str) -> Figure | None:
                 if of.empty:
                     continue
                 by_round = of.groupby("round")[[x, metric]].agg(["mean", "min", "max"])
-                look: Any = {"color": f"C{at % 10}", "linestyle": ("-", "--", ":", "-.")[at // 10 % 4]}
+                look: Any = {"color": f"C{at % 10}", "linestyle": ("-", "--", ":", "-.")[(at + at // 20) % 4]}
                 marker = "." if len(by_round) == 1 else ""
                 ax.plot(by_round[x]["mean"], by_round[metric]["mean"], label=label, marker=marker, **look)
                 band, color = by_round[metric], look["color"]
