@@ -225,7 +225,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no an
         Raises:
             RefusedError: The device or run in the request differs from the certificate.
         """
-        identity = _identity_of(request)
+        identity = identity_of(request)
         if identity is None:
             return holder
         if not self.tls:
@@ -260,7 +260,8 @@ class _Guarded:
             holder = self._guard.admit(self._method, context)
             caller = _caller(context, holder)
             with self._guard.stay_open(self._method, caller):
-                holder, request = await self._begin(requests, caller, holder)
+                request = await self._read(requests, context, caller, holder)
+                holder = self._guard.verified_holder(request, holder)
                 answer = await self._work(request, _Context(context, self._guard, holder))
                 self._guard.check_valid(holder)  # the certificate may have expired during a long poll
         except FleetDistillError as error:
@@ -273,7 +274,8 @@ class _Guarded:
             holder = self._guard.admit(self._method, context)
             caller = _caller(context, holder)
             with self._guard.stay_open(self._method, caller):
-                holder, request = await self._begin(requests, caller, holder)
+                request = await self._read(requests, context, caller, holder)
+                holder = self._guard.verified_holder(request, holder)
                 checked = _Context(context, self._guard, holder)
                 async with contextlib.aclosing(self._work(request, checked)) as answers:
                     async for answer in answers:
@@ -293,21 +295,25 @@ class _Guarded:
         self._guard.on_refusal(self._method, context, error, request)
         await abort(context, error)
 
-    async def _begin(
-        self, requests: AsyncIterator[bytes], caller: str, holder: Holder | None
-    ) -> tuple[Holder | None, Any]:
+    async def _read(self, requests: AsyncIterator[bytes], context: Any, caller: str, holder: Holder | None) -> Any:
+        """Returns the request, or the checked requests of a stream."""
         receiver = self._guard.receiver
         if self._handler.request_streaming:
-            return holder, self._requests(receiver.all(requests, self._method, caller), holder)
-        request = self._parse(await receiver.first(requests, self._method, caller))
-        return self._guard.verified_holder(request, holder), request
+            return self._requests(receiver.all(requests, self._method, caller), context, holder)
+        return self._parse(await receiver.first(requests, self._method, caller))
 
-    async def _requests(self, requests: AsyncIterator[bytes], holder: Holder | None) -> AsyncIterator[Any]:
-        """Raises errors in the method that reads the requests, because a call can end only once."""
+    async def _requests(
+        self, requests: AsyncIterator[bytes], context: Any, holder: Holder | None
+    ) -> AsyncIterator[Any]:
+        """Raises errors in the method that reads the requests, because a call can end only once; reports them here."""
         async for data in requests:
             request = self._parse(data)
-            holder = self._guard.verified_holder(request, holder)
-            self._guard.check_valid(holder)
+            try:
+                holder = self._guard.verified_holder(request, holder)
+                self._guard.check_valid(holder)
+            except RefusedError as error:
+                self._guard.on_refusal(self._method, context, error, request)
+                raise
             yield request
 
     def _parse(self, data: bytes) -> Any:
@@ -381,7 +387,8 @@ def _check_identity(identity: service_pb2.Identity, holder: Holder) -> None:
         identity.run = holder.run
 
 
-def _identity_of(request: Any) -> service_pb2.Identity | None:
+def identity_of(request: Any) -> service_pb2.Identity | None:
+    """Returns the device and run for which a request is; None if its kind has none."""
     if isinstance(request, service_pb2.UploadRequest):
         return request.header.identity if request.HasField("header") else None
     identity = getattr(request, "identity", None)

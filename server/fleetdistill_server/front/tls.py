@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,37 +18,39 @@ from typing import Any
 
 import grpc
 
-from fleetdistill.errors import ConfigurationError, RefusedError, RunError, StoreError, in_words
+from fleetdistill.errors import ConfigurationError, FleetDistillError, RefusedError, RunError, StoreError, in_words
 from fleetdistill.link.credentials import AUTHORITIES, split
 from fleetdistill.link.x509 import check_fits
+from fleetdistill.names import is_name
+from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import enrolment_pb2, enrolment_pb2_grpc
 from fleetdistill_server.config.server_config import ServerSection, Tls
 from fleetdistill_server.front.errors import abort, ended, in_pool
-from fleetdistill_server.front.guard import Guard, holder_in
+from fleetdistill_server.front.guard import Guard, holder_in, identity_of
 from fleetdistill_server.front.strangers import Strangers
 from fleetdistill_server.intake.device_api import DeviceApi
-from fleetdistill_server.intake.limiter import Limiter
+from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import SERVER, Authority, without
-from fleetdistill_server.security.tokens import EnrolmentApi, save_enrol_port
-from fleetdistill_server.store.group_commit import Commit
-from fleetdistill_server.store.store import Store
+from fleetdistill_server.security.tokens import EnrolmentApi, save_enrol_port, token_of
 from fleetdistill_server.views.certificates import unusable
 
 logger = logging.getLogger("fleetdistill.server.tls")
 _EXPIRY_SECONDS = 60.0
+_NOTED = (Code.NOT_ALLOWED, Code.REVOKED, Code.EXPIRED, Code.OLD_CA)
+_MAX_WAITING = 64
+"""Refusals that may wait for a thread; further ones are dropped, so that a device that floods fills no queue."""
 
 
 class EnrolmentService(enrolment_pb2_grpc.EnrolmentServiceServicer):
     """Issues and renews certificates for devices. `security/roles.py` defines who may call it."""
 
-    def __init__(
-        self, api: EnrolmentApi, store: Store, commit: Commit, pool: ThreadPoolExecutor, limiter: Limiter
-    ) -> None:
+    def __init__(self, api: EnrolmentApi, devices: DeviceApi, pool: ThreadPoolExecutor) -> None:
         self._api = api
-        self._store = store
-        self._commit = commit
+        self._devices = devices
+        self._store = devices.store
+        self._commit = devices.commit
         self._pool = pool
-        self._limiter = limiter
+        self._limiter = devices.limiter
 
     async def Enrol(self, request: enrolment_pb2.EnrolRequest, context: Any) -> enrolment_pb2.EnrolResponse:
         try:
@@ -67,10 +69,22 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServiceServicer):
         return await in_pool(self._pool, context, partial(self._renew, request, holder))
 
     def _enrol(self, request: enrolment_pb2.EnrolRequest) -> enrolment_pb2.EnrolResponse:
-        self._api.check_token(self._store, request.secret)
         arguments = (request.secret, request.device, request.signing_request)
-        certificate = self._commit(lambda store: self._api.enrol(store, *arguments))
+        try:
+            self._api.check_token(self._store, request.secret)
+            certificate = self._commit(lambda store: self._api.enrol(store, *arguments))
+        except RefusedError as refusal:
+            with contextlib.suppress(StoreError):  # it is refused anyway
+                self._note(request, refusal)
+            raise
         return enrolment_pb2.EnrolResponse(certificate=certificate, authorities=self._authorities())
+
+    def _note(self, request: enrolment_pb2.EnrolRequest, refusal: RefusedError) -> None:
+        """Records a refused enrolment if the caller has a token of this server; strangers write no events."""
+        token = token_of(self._store, request.secret)
+        if token is not None:
+            device = request.device if is_name(request.device) else ""
+            self._devices.note_refusal([token.run], device, refusal, is_proven=False)
 
     def _renew(self, request: enrolment_pb2.RenewRequest, holder: Any) -> enrolment_pb2.RenewResponse:
         certificate = self._commit(lambda store: self._api.renew(store, holder, request.signing_request))
@@ -135,7 +149,7 @@ def add_services(
 
     store = Path(config.store)
     certificates = EnrolmentApi(tls.directory, tls.certificate_days)
-    service = EnrolmentService(certificates, api.store, api.commit, pool, api.limiter)
+    service = EnrolmentService(certificates, api, pool)
     for item in (server, enrolment):  # one port enrols, the other renews certificates; see `security/roles.py`
         enrolment_pb2_grpc.add_EnrolmentServiceServicer_to_server(service, item)
     assert ports.enrol is not None
@@ -144,9 +158,40 @@ def add_services(
     except StoreError as error:  # the disk may be full; devices can be served anyway
         logger.error("%s; until the next start `fleetdistill enrol` needs --enrol-port %d", error, ports.enrol)
     log = OperatorLog(api.commit)
-    guard.on_refusal = store_refusals(log, pool)
+    of_people, of_devices = store_refusals(log, pool), note_refusals(api, pool)
+
+    def on_refusal(*refused: Any) -> None:
+        of_people(*refused)
+        of_devices(*refused)
+
+    guard.on_refusal = on_refusal
     operations = OperationsService(api, log, store, pool, tls.directory, ports.enrol, config.data_directories)
     operations_pb2_grpc.add_OperationsServiceServicer_to_server(operations, server)
+
+
+def note_refusals(api: DeviceApi, pool: ThreadPoolExecutor) -> Callable[[str, Any, FleetDistillError, Any], None]:
+    """Returns a function for the guard that notes refused calls of devices with a certificate, without waiting."""
+    waiting: set[asyncio.Future[None]] = set()
+
+    def note(method: str, context: Any, refusal: FleetDistillError, request: Any) -> None:
+        holder = holder_in(context)
+        if not isinstance(refusal, RefusedError) or refusal.code not in _NOTED or len(waiting) >= _MAX_WAITING:
+            return
+        if holder is None or holder.role is not Role.DEVICE:
+            return
+        identity = identity_of(request)
+        runs = ("" if identity is None else identity.run, holder.run)
+        work = partial(_note_refusal, api, runs, holder.name, refusal)
+        job = asyncio.get_running_loop().run_in_executor(pool, work)
+        waiting.add(job)
+        job.add_done_callback(waiting.discard)
+
+    return note
+
+
+def _note_refusal(api: DeviceApi, runs: tuple[str, ...], device: str, refusal: RefusedError) -> None:
+    with contextlib.suppress(StoreError):  # the call was refused anyway; an outage is logged elsewhere
+        api.note_refusal(runs, device, refusal)
 
 
 def check_files(directory: Path) -> None:

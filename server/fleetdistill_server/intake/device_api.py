@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -178,6 +178,24 @@ class DeviceApi:
         except RefusedError as refusal:
             self._refusals.note(run, 0, device, refusal, known=self.store.devices.get(run, device) is not None)
             raise
+
+    def note_refusal(self, runs: Sequence[str], device: str, refusal: RefusedError, *, is_proven: bool = True) -> None:
+        """Records a refusal outside this API as an event of a run; none if no run can be told.
+
+        Args:
+            runs: Names of runs that the call was for, the likeliest first; the first that exists gets the event. If
+                there is none, the newest run to which the device belongs does, or else the only one.
+            device: Id of the device.
+            refusal: The refusal.
+            is_proven: Whether the caller has proven its id; one that has not must not use up the device's quota.
+        """
+        names = self.store.runs.names()
+        fitting = [name for name in runs if name in names]
+        if not fitting:
+            fitting = [name for name in reversed(names) if self.store.devices.get(name, device) is not None]
+        for run in (fitting or (names if len(names) == 1 else []))[:1]:
+            known = is_proven and self.store.devices.get(run, device) is not None
+            self._refusals.note(run, 0, device, refusal, known=known)
 
     def next_ask(self, identity: service_pb2.Identity) -> service_pb2.NextAskResponse | None:
         """Returns the device's oldest open ask, a request to wait, or the run's end; None if none of these applies."""

@@ -256,10 +256,14 @@ class Sessions:
         return self._clock() - self._paused
 
     def _note_seen(self) -> None:
-        """Records when each device last called, every `_NOTE_SECONDS` to limit writes, and often within a lease."""
-        if self._seen and self._clock() - self._noted > min(_NOTE_SECONDS, self.lease_seconds / 4):
+        """Records when each device last called, every `_NOTE_SECONDS` to limit writes, and often within a lease.
+
+        Refusals are counted then, too, also if no device was seen: those of revoked devices are no calls of a device.
+        """
+        if self._clock() - self._noted > min(_NOTE_SECONDS, self.lease_seconds / 4):
             seen, self._seen, self._noted = self._seen, {}, self._clock()
-            self._commit(lambda store: store.devices.record_last_seen(seen))
+            if seen:
+                self._commit(lambda store: store.devices.record_last_seen(seen))
             self._refusals.note_left_out()
 
 

@@ -83,6 +83,11 @@ def token_bytes(authority: Authority) -> int:
     return len(write_token(enrolment_pb2.EnrolmentToken(secret=b"x" * _SECRET_BYTES, ca=authority.der, port=1))) + 8
 
 
+def token_of(store: Store, secret: bytes) -> Token | None:
+    """Returns the token with a secret, in whatever state it is; None if the store knows none."""
+    return store.credentials.token(sha256(secret).digest())
+
+
 def state_of(token: Token, now: float) -> str:
     """Returns the state of a token: used, revoked, expired or open."""
     if token.device is not None:
@@ -106,7 +111,7 @@ class EnrolmentApi:
 
     def check_token(self, store: Store, secret: bytes) -> None:
         """Raises RefusedError unless the secret belongs to a valid token; called before parsing the request."""
-        _valid(store.credentials.token(sha256(secret).digest()))
+        _valid(token_of(store, secret))
 
     def enrol(self, store: Store, secret: bytes, device: str, request: bytes) -> bytes:
         """Marks a token as used and returns the device's certificate, which is stored in the same transaction.
