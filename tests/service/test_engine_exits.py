@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -31,9 +32,10 @@ from fleetdistill_server.event_kinds import ENGINE_FAILED
 from fleetdistill_server.service import engine_process, run_changes
 from fleetdistill_server.service.engine_process import MAX_FAILURES, MAX_KILLS, EngineSlot, Restarts
 from fleetdistill_server.service.process_state import ProcessState
-from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_NO_SPACE, EXIT_STORE_AWAY
+from fleetdistill_server.service.processes import EXIT_CONFIGURATION, EXIT_DAMAGED, EXIT_NO_SPACE, EXIT_STORE_AWAY
 from fleetdistill_server.service.reconciliation import Reconciliation
 from fleetdistill_server.service.registration import register, serve_run
+from fleetdistill_server.service.supervisor import Supervisor
 from fleetdistill_server.service.wakeups import Ends
 from fleetdistill_server.store.records import Run
 from fleetdistill_server.store.states import RunStatus
@@ -135,7 +137,8 @@ def test_an_engine_whose_run_is_taken_says_why(
     [RunError("taken over"), ConfigurationError("[method] x: unknown"), DamagedError(b"", "checkpoint 12 is damaged")],
 )
 def test_what_cannot_work_has_one_too(config: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    assert end_of(config, monkeypatch, error) == EXIT_CONFIGURATION
+    status = EXIT_DAMAGED if isinstance(error, DamagedError) else EXIT_CONFIGURATION
+    assert end_of(config, monkeypatch, error) == status
     assert failures(config) == [str(error)], "the supervisor's error quotes it"
 
 
@@ -238,7 +241,7 @@ def service(config: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     serve_run(store, loaded)
     seconds, failed = Seconds(time.monotonic()), list[tuple[str, str]]()
     settings = ServerConfig(server=loaded.server)
-    told = lambda run, reason: failed.append((run, reason))  # noqa: E731
+    told = lambda run, reason, is_damaged: failed.append((run, reason))  # noqa: E731
     start = lambda: Reconciliation(store, settings, [EngineSlot(Ends())], "", None, [], told)  # noqa: E731
     made = Service(start, start(), store, seconds, failed)
     monkeypatch.setattr(engine_process, "Child", lambda *_: made.child)
@@ -416,6 +419,19 @@ def test_given_up_engine_is_reported_though_disk_is_full(service: Service, monke
     service.look(EXIT_CONFIGURATION, 3)
     assert service.failed[0][1].startswith("the engine cannot run: the engine exited with status 2")
     assert list(service.engines.engines) == [RUN], "so that the reason is stored when there is space again"
+
+
+@pytest.mark.parametrize(("code", "is_intact"), [(EXIT_CONFIGURATION, True), (EXIT_DAMAGED, False)])
+def test_a_damaged_state_is_not_called_intact(
+    config: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_intact: bool
+) -> None:
+    supervisor = Supervisor(load_run_config(config))
+    monkeypatch.setattr(engine_process, "Child", lambda *_: Ended(code))
+    with contextlib.closing(supervisor.store), contextlib.closing(supervisor.lock):
+        supervisor.engines.look()  # starts the engine
+        with pytest.raises(RunError) as error:
+            supervisor.engines.look()
+    assert ("The run's state is intact; start the server again" in str(error.value)) == is_intact
 
 
 # --- when to start again

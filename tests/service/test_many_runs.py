@@ -101,7 +101,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service
 
     monkeypatch.setattr(engine_process, "Child", child)
     config = ServerConfig(server=ServerSection(store=str(directory)))
-    told = lambda run, reason: failed.append((run, reason))  # noqa: E731
+    told = lambda run, reason, is_damaged: failed.append((run, reason))  # noqa: E731
     engines = Reconciliation(store, config, [EngineSlot(Ends()), EngineSlot(Ends())], "", None, [], told)
     with serve_lock.take(directory, "", 2):
         yield Service(directory, store, engines, made, failed)

@@ -32,6 +32,7 @@ from fleetdistill_server.service.engine_files import engine_directory
 from fleetdistill_server.service.heartbeat import start_heartbeat
 from fleetdistill_server.service.processes import (
     EXIT_CONFIGURATION,
+    EXIT_DAMAGED,
     EXIT_NO_SPACE,
     EXIT_STORE_AWAY,
     allow_open_files,
@@ -196,7 +197,7 @@ def main() -> int:
         asyncio.run(_main(arguments, group))
     except (ConfigurationError, DamagedError, RunError) as error:  # a restart would not help
         logger.error("the engine stops: %s", error, extra=about(run=run, event=ENGINE_FAILED))
-        return EXIT_CONFIGURATION
+        return EXIT_DAMAGED if isinstance(error, DamagedError) else EXIT_CONFIGURATION
     except (NoSpaceError, StoreUnavailableError) as error:
         logger.log(logging.DEBUG if options.waits else logging.WARNING, "%s", error, extra=about(run=run))
         return EXIT_NO_SPACE if isinstance(error, NoSpaceError) else EXIT_STORE_AWAY

@@ -27,6 +27,7 @@ from fleetdistill_server.service.heartbeat import START_SECONDS, HeartbeatMonito
 from fleetdistill_server.service.process_state import ENGINE, ProcessState
 from fleetdistill_server.service.processes import (
     EXIT_CONFIGURATION,
+    EXIT_DAMAGED,
     EXIT_NO_SPACE,
     EXIT_STORE_AWAY,
     child_environment,
@@ -173,6 +174,7 @@ class EngineProcess:
     Attributes:
         token: Fencing token of the current process.
         failed: Why the engine is not started again; empty while it is.
+        is_damaged: Whether that is because the run's state is damaged.
     """
 
     def __init__(
@@ -188,6 +190,7 @@ class EngineProcess:
         self.run = run
         self.token = token
         self.failed = ""
+        self.is_damaged = False
         self._store = store
         self._config = config
         self.slot = slot
@@ -305,7 +308,8 @@ class EngineProcess:
         else:  # the process could not say anything
             cause = ending_in_words("the engine", code)
             self._note_failure(cause)
-        if code == EXIT_CONFIGURATION:
+        if code in (EXIT_CONFIGURATION, EXIT_DAMAGED):
+            self.is_damaged = code == EXIT_DAMAGED
             self._give_up(f"the engine cannot run: {cause}")
         else:
             self._after_failure(cause, killed=code == 0 or -code in _TERMINATIONS)

@@ -23,6 +23,8 @@ EXIT_CONFIGURATION = 2
 EXIT_CANNOT_LISTEN = 3
 EXIT_NO_SPACE = 4
 EXIT_STORE_AWAY = 5
+EXIT_DAMAGED = 6
+"""Of an engine that cannot read its run's state, such as a damaged checkpoint; another start does not help."""
 _LOOK_SECONDS = 1.0
 _UNLIMITED_FILES = 1 << 20
 

@@ -33,7 +33,8 @@ class Reconciliation:
         run: The only run that gets an engine; empty for all.
         log: File for the engines' standard error; None for the supervisor's.
         options: Further arguments of the engines.
-        on_failed: Called with a run and the reason when its engine was given up or replaced by another server's.
+        on_failed: Called with a run, the reason, and whether its state is damaged, when its engine was given up or
+            replaced by another server's.
 
     Attributes:
         engines: The engines, by run.
@@ -47,7 +48,7 @@ class Reconciliation:
         run: str,
         log: Path | None,
         options: Sequence[str],
-        on_failed: Callable[[str, str], None],
+        on_failed: Callable[[str, str, bool], None],
     ) -> None:
         self._store = store
         self._config = config
@@ -130,7 +131,7 @@ class Reconciliation:
             held = self._store.run_control.stop_failed(engine.run, engine.token, engine.failed)
             self._drop(engine)
         if held:
-            self._on_failed(engine.run, engine.failed)
+            self._on_failed(engine.run, engine.failed, engine.is_damaged)
 
     def _let_go(self, engine: EngineProcess, queued: Run | None) -> None:
         """Ends the process of a run that needs none, or that another engine works on."""
@@ -144,7 +145,7 @@ class Reconciliation:
             del self._restarts[engine.run]
         if queued is not None and queued.engine is not None:
             self._foreign[engine.run] = queued.engine
-            self._on_failed(engine.run, f"run {engine.run!r} was taken over by another server")
+            self._on_failed(engine.run, f"run {engine.run!r} was taken over by another server", False)
 
     def _drop(self, engine: EngineProcess) -> None:
         del self.engines[engine.run]

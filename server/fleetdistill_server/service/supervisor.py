@@ -289,10 +289,13 @@ class Supervisor:
                 if run.status in ACTIVE:
                     self.store.history.add_event(run.name, *event)
 
-    def _on_failed(self, run: str, reason: str) -> None:
+    def _on_failed(self, run: str, reason: str, is_damaged: bool) -> None:
         """Ends a server of one run; a server of many goes on, and the run's status has the reason."""
-        if self._run:
-            raise RunError(f"{reason}. The run's state is intact; start the server again to continue it")
+        if not self._run:
+            return
+        if is_damaged:  # the reason has the way back
+            raise RunError(reason)
+        raise RunError(f"{reason}. The run's state is intact; start the server again to continue it")
 
     def _check_short_rounds(self) -> None:
         """Raises RunError if the engine of a simulation stopped its run after consecutive short rounds."""
