@@ -80,6 +80,26 @@ def test_a_front_that_fails_again_and_again_is_a_problem(
         wait_until(lambda: look() == [] and states() == ["works"], "the front to work once more")
 
 
+def test_each_kill_of_the_front_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        contextlib.closing(Store.open(tmp_path / "store")),
+        serve_lock.take(tmp_path / "store", ""),
+        served(tmp_path / "store", tmp_path / "server.toml") as front,
+    ):
+        for number in range(1, 4):
+            front.stop(at_once=True)
+            wait_until(lambda: front.look() or len(caplog.records) >= number, "the log")  # noqa: B023
+            wait_until(lambda: front.look() or front.state().pid is not None, "the next start")
+    logged = [record.getMessage() for record in caplog.records]
+    killed = "the front was killed by SIGKILL: by hand, or by the kernel because memory was short"
+    again = "without working for 10 s, the next start in"
+    assert logged == [
+        f"{killed}; restarting it",
+        f"{killed}; failure 2 {again} 0.8 s",
+        f"{killed}; failure 3 {again} 1.6 s",
+    ]
+
+
 def test_a_front_that_cannot_listen_at_first_ends_the_server(tmp_path: Path) -> None:
     with contextlib.closing(Store.open(tmp_path / "store")), served(tmp_path / "store", tmp_path / "a.toml") as front:
         server = ServerSection(store=str(tmp_path / "store"), listen=f"127.0.0.1:{front.port}")

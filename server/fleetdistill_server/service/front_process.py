@@ -92,13 +92,21 @@ class FrontProcess:
             self._reader.join(_READ_SECONDS)
             self._ending = f"the front {self._failure}" if self._failure else ending_in_words("the front", code)
         self._failures += 1
-        if self._ending != self._logged:  # one line for a port that stays taken, not one every few seconds
-            self._logged = self._ending
-            logger.warning("%s; restarting it", self._ending)
+        pause = min(0.2 * 2**self._failures, _MAX_PAUSE_SECONDS) if self._failures > 1 else 0.0
+        self._log_ending(pause, killed=code is not None and code < 0)
         if self._failures == 1:
             return self._start_again()
-        self._start_at = time.monotonic() + min(0.2 * 2**self._failures, _MAX_PAUSE_SECONDS)
+        self._start_at = time.monotonic() + pause
         return None
+
+    def _log_ending(self, pause: float, *, killed: bool) -> None:
+        """Logs how the front ended: a kill each time, what lasts once, such as a port that stays taken."""
+        if killed and self._failures > 1:
+            text = "%s; failure %d without working for %g s, the next start in %.1f s"
+            logger.warning(text, self._ending, self._failures, STEADY_SECONDS, pause)
+        elif killed or self._ending != self._logged:  # not one line every few seconds
+            logger.warning("%s; restarting it", self._ending)
+        self._logged = self._ending
 
     def _start_again(self) -> tuple[str, str]:
         # Devices use these ports, even if the system assigned them at the first start.
