@@ -145,7 +145,7 @@ def test_settings_that_are_printed_are_all_of_a_run(folder: Path) -> None:
 def test_a_run_that_has_to_wait_for_an_engine_says_so(folder: Path) -> None:
     runs("create", "run.toml")
     runs("clone", "digits", "digits-2")
-    waits = "it is queued (1 of 1): all engines are at work, of which there are [server] engines_at_once\n"
+    waits = "it is queued (1 of 1): all engines are at work (1, by [server] engines_at_once)\n"
     with serve_lock.take(folder / "fleetdistill-store", "", 1):
         assert runs("start", "digits").stdout == "run 'digits' is started\n"
         assert runs("start", "digits-2").stdout == f"run 'digits-2' is started\n{waits}"

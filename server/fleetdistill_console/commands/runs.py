@@ -155,7 +155,8 @@ def _warn(source: Source, store: Path, run: str) -> None:
             warn_without_server(store, run)
         status = str(source.run(run).facts["status"])
         if status.startswith(QUEUED):
-            typer.echo(f"it is {status}: all engines are at work, of which there are [server] engines_at_once")
+            count = source.server().facts["engines_at_once"]
+            typer.echo(f"it is {status}: all engines are at work ({count}, by [server] engines_at_once)")
 
 
 @contextlib.contextmanager

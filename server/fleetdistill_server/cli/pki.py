@@ -93,7 +93,7 @@ def pki_issue(
     if (folder / IDENTITY).exists():
         if is_of_old_ca(pki, folder / IDENTITY):
             raise ConfigurationError(
-                f"{folder} contains an identity of the CA before the rotation; delete this directory and repeat the "
+                f"{folder} contains an identity of another CA; delete this directory and repeat the "
                 "command, or choose another one with --out"
             )
         raise ConfigurationError(
