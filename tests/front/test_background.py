@@ -27,7 +27,7 @@ from fleetdistill.wire.codec import Payload
 from fleetdistill.wire.payload import chunks
 from fleetdistill.wire.v1 import service_pb2
 from fleetdistill_server.config.server_config import ServerSection
-from fleetdistill_server.front import server
+from fleetdistill_server.front import server, tls
 from fleetdistill_server.front.device_service import WAKES_PER_SECOND, DeviceService
 from fleetdistill_server.front.server import _guard
 from fleetdistill_server.front.tls import log_not_valid
@@ -62,6 +62,33 @@ def test_an_expired_certificate_is_logged_once(tmp_path: Path, caplog: pytest.Lo
 
     (text,) = asyncio.run(log())
     assert text.startswith("the certificate of the server has expired, so nobody can connect; renew it with")
+
+
+def test_end_and_renewal_of_a_certificate_are_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = make_pki(tmp_path)
+    server = ServerSection(pki=str(tmp_path), enrol_listen="127.0.0.1:0")
+    monkeypatch.setattr(tls, "_EXPIRY_SECONDS", 0.01)
+
+    def texts() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "fleetdistill.server.tls"]
+
+    async def log() -> None:
+        task = asyncio.create_task(log_not_valid(server))
+        for number, days in enumerate((20.0, 1e-9, 30.0), 1):
+            authority.issue_server([], days)
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while len(texts()) < number:
+                    await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # some more looks
+        task.cancel()
+
+    asyncio.run(log())
+    soon, expired, again = texts()
+    assert soon.startswith("the certificate of the server expires at ")
+    assert expired.startswith("the certificate of the server has expired, so nobody can connect; ")
+    assert again == "the certificates of the server can be used again"
 
 
 # --- the commit thread

@@ -32,7 +32,7 @@ from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.certificates import Role
 from fleetdistill_server.security.pki import SERVER, Authority, without
 from fleetdistill_server.security.tokens import EnrolmentApi, save_enrol_port, token_of
-from fleetdistill_server.views.certificates import unusable
+from fleetdistill_server.views.certificates import ending_soon, unusable
 
 logger = logging.getLogger("fleetdistill.server.tls")
 _EXPIRY_SECONDS = 60.0
@@ -205,14 +205,23 @@ def check_files(directory: Path) -> None:
 
 
 async def log_not_valid(server: ServerSection) -> None:
-    """Logs once each certificate of the server itself that is not valid; runs until it is cancelled."""
+    """Logs once each certificate of the server itself that is not valid or ends soon, and that all are valid again.
+
+    Runs until it is cancelled.
+    """
     known: list[str] = []
+    soon: list[str] = []
     while True:
-        texts = await asyncio.to_thread(unusable, server)
+        texts, ending = await asyncio.to_thread(lambda: (unusable(server), ending_soon(server)))
         for text in texts:
             if text not in known:
                 logger.error("%s", text)
-        known = texts
+        if known and not texts:
+            logger.warning("the certificates of the server can be used again")
+        for text in ending:
+            if text not in soon:
+                logger.warning("%s", text)
+        known, soon = texts, ending
         await asyncio.sleep(_EXPIRY_SECONDS)
 
 

@@ -18,6 +18,10 @@ OWN = {"server": SERVER, "CA": AUTHORITIES}
 RENEWALS = {"server": "renew it with `fleetdistill pki renew-server`", "CA": "see `fleetdistill pki rotate-ca`"}
 
 
+SOON_SECONDS = 21 * 86_400.0
+"""Time left of a certificate of the server, the CA or a person from which it is to be renewed, as in the alerts."""
+
+
 def validity_of(path: Path) -> tuple[float, float] | None:
     """Returns start and end of a certificate in Unix seconds, as `life`; None while the file is being replaced."""
     try:
@@ -36,6 +40,18 @@ def not_valid(server: ServerSection) -> list[str]:
         if not start <= now < end:
             state = "has expired" if end <= now else f"is valid only from {when(start)}"
             result.append(f"the certificate of the {holder} {state}, so nobody can connect; {RENEWALS[holder]}")
+    return result
+
+
+def ending_soon(server: ServerSection) -> list[str]:
+    """Returns a sentence for each certificate of the server itself that ends within `SOON_SECONDS`."""
+    if (tls := server.tls()) is None:
+        return []
+    result, now = [], time.time()
+    for holder, name in OWN.items():
+        _, end = validity_of(tls.directory / name) or (now, math.inf)
+        if now < end < now + SOON_SECONDS:
+            result.append(f"the certificate of the {holder} expires at {when(end)}; {RENEWALS[holder]}")
     return result
 
 

@@ -23,17 +23,16 @@ from fleetdistill_server.store.location import read_location
 from fleetdistill_server.store.states import ACTIVE
 from fleetdistill_server.store.store import Store
 from fleetdistill_server.texts import counted, when
-from fleetdistill_server.views.certificates import OWN, RENEWALS, validity_of
+from fleetdistill_server.views.certificates import OWN, RENEWALS, SOON_SECONDS, validity_of
 from fleetdistill_server.views.health import failed_runs, problems
 from fleetdistill_server.views.results import missing_in
 from fleetdistill_server.views.runs import TableRow, View, shown_status
 
 __all__ = ["OF_FORGOTTEN_CA", "REVOKED"]
 
-SOON_SECONDS = 21 * 86_400.0
-"""Time left of a certificate of the server, the CA or a person from which it is to be renewed, as in the alerts."""
 _SOON_SHARE = 0.25
-"""The same for devices, as a share of the validity: they renew theirs before."""
+"""Time left of a device's certificate from which it is to be renewed, as a share of its validity: devices renew
+theirs before."""
 _DUE = ("expired", "expires soon")
 """States of a certificate that somebody has to renew."""
 REVOKED, OF_FORGOTTEN_CA = "revoked", "of a forgotten CA, not admitted"
