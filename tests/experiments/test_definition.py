@@ -417,3 +417,13 @@ def test_more_classes_than_the_data_set_has_are_refused(partition: str) -> None:
     sections = {"simulation": {"partition": partition, "classes_per_device": 40}}
     with pytest.raises(ConfigurationError, match="classes_per_device is 40, must be between 1 and 10"):
         Experiment(name="x", title="x", seeds=[0], methods={"fedavg": MethodEntry()}, sections=sections).cells()
+
+
+def test_stacked_runs_are_runs_of_their_own() -> None:
+    """Their figures round otherwise; those of workers are the same to the bit."""
+    methods = {"fedavg": MethodEntry()}
+    runs = [
+        Experiment(name="x", title="x", seeds=[0], methods=methods, sections={"simulation": given}).cells()[0].run
+        for given in ({}, {"workers": 2}, {"backend": "stacked"})
+    ]
+    assert runs[0] == runs[1] != runs[2]

@@ -20,7 +20,7 @@ from fleetdistill.methods.outside import import_modules
 from fleetdistill.names import unknown_name
 from fleetdistill_lab.experiments.metrics import METRICS, Target
 from fleetdistill_lab.simulation.checks import check_settings, check_used
-from fleetdistill_lab.simulation.folder import FREE_TO_CHANGE, settings_as_json
+from fleetdistill_lab.simulation.folder import deciding, settings_as_json
 from fleetdistill_lab.simulation.options import absolute_paths, check_section, merge_settings
 from fleetdistill_lab.simulation.spec.settings import Simulation
 from fleetdistill_server.config.section import read_toml
@@ -432,8 +432,7 @@ def _digest(simulation: Simulation) -> str:
     """Returns a digest of all settings that decide a simulation's results, the method's defaults included."""
     settings = settings_as_json(simulation)
     settings["settings"] = asdict(simulation.configuration())
-    shown = {name: value for name, value in settings.items() if name not in FREE_TO_CHANGE}
-    return hashlib.sha256(json.dumps(shown, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(deciding(settings), sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def packaged() -> dict[str, Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ _MARKER = "made-by-fleetdistill"
 _SETTINGS = "simulation.json"
 _DATA = "dataset.npz"
 """File with a copy of the user's own data, so that a resumed simulation does not depend on the original."""
-FREE_TO_CHANGE = ("data_dir", "workers", "backend", "ray_address", "export", "figure", "panels")
+_FREE_TO_CHANGE = ("data_dir", "workers", "backend", "ray_address", "export", "figure", "panels")
 """Settings that do not change the run, so that a resumed simulation may have others."""
 _RESULTS = ("report.json", *(f"fleet.{kind}" for kind in FIGURES), "onnx")
 
@@ -134,7 +134,7 @@ def _refuse(out: Path) -> None:
 
 def _check_same(wanted: Simulation) -> None:
     began, now = settings_as_json(saved_simulation(wanted.out)), settings_as_json(wanted)
-    compared = [name for name in now if name not in FREE_TO_CHANGE]
+    compared = {**deciding(began), **deciding(now)}
     changed = [f"{name} was {began[name]!r}, is {now[name]!r}" for name in compared if now[name] != began.get(name)]
     if changed:
         raise ConfigurationError(
@@ -152,6 +152,11 @@ def settings_as_json(wanted: Simulation) -> dict[str, Any]:
         values["dataset"] = {"name": wanted.dataset.name, "sha256": digest_of(wanted.dataset)}
     known: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return known
+
+
+def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of `settings_as_json` that decide the results: the backend only if it changes how they round."""
+    return {name: value for name, value in settings.items() if name not in _FREE_TO_CHANGE or value == "stacked"}
 
 
 def _clear(out: Path) -> None:

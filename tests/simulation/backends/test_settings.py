@@ -56,6 +56,8 @@ def test_a_resumed_simulation_may_have_other_workers(tmp_path: Path) -> None:
         pass
     check_folder(replace(begun, workers=0), "resume")
     check_folder(replace(begun, workers=0, backend="ray"), "resume")
+    with pytest.raises(ConfigurationError, match="backend was 'local', is 'stacked'"):  # it rounds otherwise
+        check_folder(replace(begun, workers=0, backend="stacked"), "resume")
 
 
 def test_the_command_line_chooses_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
