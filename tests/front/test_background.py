@@ -69,7 +69,7 @@ def test_end_and_renewal_of_a_certificate_are_logged_once(
 ) -> None:
     authority = make_pki(tmp_path)
     server = ServerSection(pki=str(tmp_path), enrol_listen="127.0.0.1:0")
-    monkeypatch.setattr(tls, "_EXPIRY_SECONDS", 0.01)
+    monkeypatch.setattr(tls, "EXPIRY_SECONDS", 0.01)
 
     def texts() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.name == "fleetdistill.server.tls"]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +24,7 @@ from fleetdistill.link.enrolment import read_token
 from fleetdistill.wire.codes import Code
 from fleetdistill.wire.v1 import service_pb2, service_pb2_grpc
 from fleetdistill_server.config.limits import Limits
-from fleetdistill_server.front.tls import _note_refusal
+from fleetdistill_server.front.tls import note_refusals
 from fleetdistill_server.intake.device_api import DeviceApi
 from fleetdistill_server.security.pki import Authority
 from fleetdistill_server.store.records import Event
@@ -148,11 +152,33 @@ def test_repeated_refusals_of_a_device_keep_to_the_quota(service: Service) -> No
     assert len(service.events("stubborn")) == LIMITS.refusals_per_hour
 
 
+class Call:
+    """A call on a connection with a device's certificate."""
+
+    def __init__(self, chain: bytes) -> None:
+        self._chain = chain
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {"x509_pem_cert": [self._chain]}
+
+
 def test_refusals_while_the_store_is_away_raise_nothing(tmp_path: Path) -> None:
+    """The call was refused; that its event is lost must not fill the log with tracebacks."""
+    tried, raised = list[object](), list[object]()
+
     class Away(DeviceApi):
         def note_refusal(self, *refused: object, **more: object) -> None:
+            tried.append(refused)
             raise StoreUnavailableError("away")
 
-    store = Store.open(tmp_path)
-    _note_refusal(Away(store), (RUN,), "d", RefusedError(Code.REVOKED, "revoked"))
-    store.close()
+    async def refuse() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context))
+        note_refusals(Away(store), pool)("/NextAsk", Call(chain), RefusedError(Code.REVOKED, "revoked"), None)
+        while not tried:
+            await asyncio.sleep(0.01)
+
+    chain = device_credentials(make_pki(tmp_path / "pki"), "d", RUN).chain
+    with closing(Store.open(tmp_path / "store")) as store, ThreadPoolExecutor(1) as pool:
+        asyncio.run(refuse())
+    gc.collect()  # a future reports an error that nobody took when it is deleted
+    assert raised == []

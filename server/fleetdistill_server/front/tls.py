@@ -35,7 +35,8 @@ from fleetdistill_server.security.tokens import EnrolmentApi, save_enrol_port, t
 from fleetdistill_server.views.certificates import ending_soon, unusable
 
 logger = logging.getLogger("fleetdistill.server.tls")
-_EXPIRY_SECONDS = 60.0
+EXPIRY_SECONDS = 60.0
+"""Time between two looks at the certificates of the server."""
 _NOTED = (Code.NOT_ALLOWED, Code.REVOKED, Code.EXPIRED, Code.OLD_CA)
 _MAX_WAITING = 64
 """Refusals that may wait for a thread; further ones are dropped, so that a device that floods fills no queue."""
@@ -222,7 +223,7 @@ async def log_not_valid(server: ServerSection) -> None:
             if text not in soon:
                 logger.warning("%s", text)
         known, soon = texts, ending
-        await asyncio.sleep(_EXPIRY_SECONDS)
+        await asyncio.sleep(EXPIRY_SECONDS)
 
 
 def _credentials(directory: Path, client_certificates: bool, strangers: Strangers) -> Any:
