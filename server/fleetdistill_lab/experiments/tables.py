@@ -238,12 +238,10 @@ def equal_bytes_table(found: Sequence[EqualBytes], reference: str) -> Table:
     """Returns the table of differences at equal bytes: a row for each method, and three columns for each grid point."""
     points = list(dict.fromkeys(one.point for one in found))
     by_key = {(one.label, one.point): one for one in found}
-    rows = []
-    for label in dict.fromkeys(one.label for one in found):
-        row = [label]
-        for point in points:
-            row += _equal_bytes_texts(by_key.get((label, point)))
-        rows.append(row)
+    rows = [
+        [label, *chain.from_iterable(_equal_bytes_texts(by_key.get((label, point))) for point in points)]
+        for label in dict.fromkeys(one.label for one in found)
+    ]
     header = ["", *chain.from_iterable((point or f"from {reference}", "p", "after rounds") for point in points)]
     title = f"Accuracy on all classes, difference from {reference} at equal bytes, in percentage points"
     return Table(title, header, rows, width=3)

@@ -156,7 +156,8 @@ def settings_as_json(wanted: Simulation) -> dict[str, Any]:
 
 def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns those of `settings_as_json` that decide the results: the backend only if it changes how they round."""
-    return {name: value for name, value in settings.items() if name not in _FREE_TO_CHANGE or value == "stacked"}
+    free = set(_FREE_TO_CHANGE) - ({"backend"} if settings["backend"] == "stacked" else set())
+    return {name: value for name, value in settings.items() if name not in free}
 
 
 def _clear(out: Path) -> None:
