@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fleets import MECHANISMS, REPRODUCIBLE, RUNS, device_files, prepare, record, run_in_memory
+from support.fleets import MECHANISMS, REPRODUCIBLE, RUNS, SMALL, device_files, prepare, record, run_in_memory
 from support.long import long_except
 from support.undisturbed import Undisturbed
 from torch import Tensor, nn
@@ -40,7 +40,8 @@ def dropping(input_shape: tuple[int, ...], classes: int) -> nn.Module:
     return split_sequential(nn.Sequential(*layers), 3)
 
 
-ALIKE = Simulation(
+ALIKE = replace(
+    SMALL,
     method="fedavg",
     devices=4,
     rounds=3,
@@ -48,9 +49,6 @@ ALIKE = Simulation(
     test_limit=50,
     models=(perceptron,),
     partition="iid",
-    torch_device="cpu",
-    with_alone=False,
-    with_fedavg=False,
 )
 """Four devices with one network and 50 rows each."""
 
@@ -194,7 +192,38 @@ def test_networks_with_dropout_draw_what_they_draw_alone(tmp_path: Path, caplog:
     assert torch.equal(torch.get_rng_state(), before)
     assert found == expected
     assert device_files(together) == device_files(alone)
-    assert "of 12 trainings none ran together: 12 because the network has Dropout" in caplog.text
+    assert "of 12 trainings none ran together: 12 because the network has dropout" in caplog.text
+
+
+class Counting(nn.Module):
+    """Counts its batches in training, as batch-norm does."""
+
+    batches: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("batches", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.batches += 1
+        return x
+
+
+def counting(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A network with a buffer, which is another one on each device: stacked, only the first one's would count."""
+    return split_sequential(nn.Sequential(nn.Flatten(), Counting(), nn.Linear(64, classes)), 2)
+
+
+def test_networks_with_buffers_are_not_stacked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = replace(ALIKE, models=(counting,), rounds=1)
+    alone = prepare(wanted, tmp_path / "alone")
+    with closing(run_in_memory(alone)) as store:
+        expected = record(store)
+    together, found = stacked(wanted, tmp_path / "together")
+    assert found == expected
+    assert device_files(together) == device_files(alone)
+    assert "of 4 trainings none ran together: 4 because the network has buffers" in caplog.text
 
 
 def large(input_shape: tuple[int, ...], classes: int) -> nn.Module:

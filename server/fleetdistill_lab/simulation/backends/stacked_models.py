@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from fleetdistill.errors import RunError
@@ -49,7 +48,6 @@ class StackedModels:
 
     def __init__(self, run: RunData) -> None:
         self._runner = TaskRunner(run)
-        self._threads = self._runner.threads
         self._waiting: list[tuple[Task, Future[Result]]] = []
         self._trained: Counter[str] = Counter()
 
@@ -69,12 +67,13 @@ class StackedModels:
     def _compute(self) -> None:
         """Computes all submitted tasks."""
         waiting, self._waiting = self._waiting, []
-        works = [_Work(partial(run_task, self._runner, task), task.spec.model, self._threads) for task, _ in waiting]
+        threads = self._runner.threads
+        works = [_Work(partial(run_task, self._runner, task), task.spec.model, threads) for task, _ in waiting]
         state = torch.get_rng_state()
         try:
             going = works
             while going := [work for work in going if work.go_on()]:
-                self._train([work for work in going if work.training is not None])
+                self._train(going)
         finally:
             for work in works:
                 work.end()
@@ -85,22 +84,22 @@ class StackedModels:
             future.set_result(work.result)
 
     def _train(self, works: Sequence[_Work]) -> None:
-        groups: dict[Any, list[_Work]] = {}
+        groups: dict[Any, list[tuple[_Work, Training]]] = {}
         for work in works:
-            assert work.training is not None  # chosen by the caller
+            assert work.training is not None  # `go_on` has said so
             reason = _reason_alone(work.training)
             if reason:
                 self._trained[reason] += 1
             else:
-                groups.setdefault((work.model, *_shape(work.training)), []).append(work)
+                groups.setdefault((work.model, *_shape(work.training)), []).append((work, work.training))
         for group in groups.values():
             try:
-                reports = train_stacked([work.training for work in group if work.training is not None])
+                reports = train_stacked([training for _, training in group])
             except CannotStackError as error:
                 self._trained[str(error)] += len(group)
                 continue
             self._trained[""] += len(group)
-            for work, report in zip(group, reports, strict=True):
+            for (work, _), report in zip(group, reports, strict=True):
                 work.report = report
 
 
@@ -148,7 +147,6 @@ class _Work:
         self._is_wanted = True
         self._may_go, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread: threading.Thread | None = None
-        self._random = torch.get_rng_state()
 
     def go_on(self) -> bool:
         """Lets the thread work until its next training, or its end; returns whether there is a training."""
@@ -204,9 +202,10 @@ def _reason_alone(training: Training) -> str:
     """Returns why a training cannot run together with others; empty if it can."""
     if not isinstance(training.data, TensorData):
         return "rows are read or changed for each batch"
-    for module in training.model.modules():
-        if isinstance(module, _BatchNorm | _DropoutNd):
-            return f"the network has {type(module).__name__}"
+    if any(isinstance(module, _DropoutNd) for module in training.model.modules()):
+        return "the network has dropout"
+    if next(training.model.buffers(), None) is not None:  # each device has its own, and training may change them
+        return "the network has buffers, such as those of batch-norm"
     if any(not parameter.requires_grad for parameter in training.model.parameters()):
         return "a part of the network is not trained"
     if parameter_count(training.model) > MAX_PARAMETERS:
